@@ -1,0 +1,1 @@
+"""Capture: a PyTorch module becomes a :class:`searchspace.graph.Graph`."""
