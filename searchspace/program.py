@@ -92,7 +92,8 @@ class Backward:
 
     ``output_gradients`` gives the gradient of each output (None: not differentiable; a key that
     holds nothing counts as zero).  For each input with a key in ``input_gradients`` the gradient is
-    *added* to that key (stored if it holds nothing; zero if autograd returns none).
+    *added* to that key in the dtype of its slot (stored if it holds nothing; zero if autograd
+    returns none): a float32 slot accumulates bfloat16 gradients in float32.
     """
 
     segment: str
@@ -134,7 +135,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Accumulate:
-    """Add ``source`` to ``target`` (which takes the source's buffer if it holds nothing)."""
+    """Add ``source`` to ``target``, in the dtype of the target's slot.
+
+    A target that holds nothing takes the source's data; booleans combine by "or".
+    """
 
     source: Key
     target: Key
