@@ -1,6 +1,7 @@
 """The tree of exceptions.  Everything a user can cause is one of these.
 
     AutoplanError
+    ├── ModelError              a model cannot be found, loaded or built
     ├── CaptureError            the model cannot be turned into a graph
     │   └── RuleError           a dimension rule is malformed or fails its verification
     ├── PlanError               a plan is malformed, illegal, or made for something else
@@ -14,6 +15,7 @@
     │   ├── RankLostError       another rank died or stopped answering
     │   └── NonFiniteError      NaN or infinity, decided by all ranks together
     ├── CheckpointError         a checkpoint is incomplete or does not fit
+    ├── SweepError              a sweep's grid, its folder or its workers cannot be used
     ├── ProfileError            a measurement store cannot be used
     └── VerificationError       plan and single device disagree
 """
@@ -23,6 +25,10 @@ from __future__ import annotations
 
 class AutoplanError(Exception):
     """Base of every error that autoplan raises on purpose."""
+
+
+class ModelError(AutoplanError):
+    """A model cannot be found, loaded or built; the message names what was asked for and what there is."""
 
 
 class CaptureError(AutoplanError):
@@ -75,6 +81,10 @@ class NonFiniteError(ExecutionError):
 
 class CheckpointError(AutoplanError):
     """A checkpoint is incomplete, damaged, or does not fit the model."""
+
+
+class SweepError(AutoplanError):
+    """A sweep cannot start or go on: its grid, its folder or its workers."""
 
 
 class ProfileError(AutoplanError):

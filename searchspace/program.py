@@ -77,13 +77,18 @@ class SegmentCode:
 
 @dataclass(frozen=True)
 class Forward:
-    """Run a segment.  With ``keep`` the autograd graph is kept under (segment, micro_batch)."""
+    """Run a segment.  With ``keep`` the autograd graph is kept under (segment, micro_batch).
+
+    What autograd would save of the inputs in ``released`` (indices) is not saved: the segment's
+    :class:`Backward` reads them again from the same keys (a gathered parameter, ZeRO-3).
+    """
 
     segment: SegmentCode
     micro_batch: int
     inputs: tuple[Key, ...]
     outputs: tuple[Key, ...]
     keep: bool
+    released: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,13 +98,15 @@ class Backward:
     ``output_gradients`` gives the gradient of each output (None: not differentiable; a key that
     holds nothing counts as zero).  For each input with a key in ``input_gradients`` the gradient is
     *added* to that key in the dtype of its slot (stored if it holds nothing; zero if autograd
-    returns none): a float32 slot accumulates bfloat16 gradients in float32.
+    returns none): a float32 slot accumulates bfloat16 gradients in float32.  ``fetched`` are the
+    keys of the released inputs, present again.
     """
 
     segment: str
     micro_batch: int
     output_gradients: tuple[Key | None, ...]
     input_gradients: tuple[Key | None, ...]
+    fetched: tuple[Key, ...] = ()
 
 
 ExchangeKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_receive", "local"]
@@ -200,8 +207,9 @@ class Program:
     """A program for all ranks.
 
     Before it runs, the runtime binds ``inputs`` (graph input tensor -> slot: the global batch on
-    every rank), ``parameters``, ``buffers`` (tensor -> slot) and ``constants``.  After it has run, ``outputs`` hold
-    the results (graph tensor -> key), ``loss`` the loss on every rank, and ``buffer_updates`` says
+    every rank), ``parameters``, ``buffers`` and ``constants`` (tensor -> slot, whole on every rank),
+    all under micro-batch ``ONCE``.  After it has run, ``outputs`` names the slots of the results
+    (graph tensor -> slot, whole on every rank), ``loss`` that of the loss, and ``buffer_updates`` says
     which key is the new value of which buffer slot.
     """
 
@@ -210,8 +218,8 @@ class Program:
     ranks: tuple[Rank, ...]
     inputs: Mapping[str, SlotName]
     parameters: tuple[ParameterBinding, ...]
-    buffers: Mapping[str, tuple[SlotName, ...]]
-    constants: Mapping[str, tuple[SlotName, ...]]
+    buffers: Mapping[str, SlotName]
+    constants: Mapping[str, SlotName]
     outputs: Mapping[str, SlotName] = field(default_factory=dict)
     loss: SlotName | None = None
     buffer_updates: tuple[tuple[Key, SlotName], ...] = ()
