@@ -113,6 +113,10 @@ class Cluster:
         """The index of the fast-link domain that holds ``device`` (its node, unless a rack is one domain)."""
         return self._domains[self.node_of(device)]
 
+    def domain_of_node(self, node: int) -> int:
+        """The index of the fast-link domain that holds node ``node``."""
+        return self._domains[node]
+
     def device(self, device: Device) -> DeviceSpec:
         """The kind of ``device``."""
         return self.nodes[self.node_of(device)].device
