@@ -169,5 +169,3 @@ def _coupled(op: Operator, why: str) -> IllegalPlanError:
 
 def _lcm(a: int, b: int) -> int:
     return a // gcd(a, b) * b
-
-

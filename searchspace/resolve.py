@@ -181,9 +181,19 @@ class _Resolver:
         results = self._results()
         segments = tuple(self._segments(index, results) for index in range(len(plan.placement.stages)))
         return Resolution(
-            graph, plan, self.time, self.choices, self.reads, self.produces, self.adapters,
-            parameters, self.buffers, segments, results, self.gradients,
-        )  # fmt: skip
+            graph,
+            plan,
+            self.time,
+            self.choices,
+            self.reads,
+            self.produces,
+            self.adapters,
+            parameters,
+            self.buffers,
+            segments,
+            results,
+            self.gradients,
+        )
 
     # -- op-assign -------------------------------------------------------------------------------
 
@@ -284,7 +294,9 @@ class _Resolver:
             raise IllegalPlanError(f"parameter {tensor.source!r} has its home at stage {home}; stages {stages} use it")
         for stage in plan.sites:
             if stage not in stages:
-                raise IllegalPlanError(f"parameter {tensor.source!r} is placed on stage {stage}; stages {stages} use it")
+                raise IllegalPlanError(
+                    f"parameter {tensor.source!r} is placed on stage {stage}; stages {stages} use it"
+                )
         sites = {}
         for stage in stages:
             mesh = self.plan.placement.stages[stage].mesh
@@ -300,7 +312,9 @@ class _Resolver:
         optimizer = self._layout(tensor, mesh, plan.optimizer, sites[home].stored.layout)
         for what, layout in (("optimizer", optimizer), *(("stored", s.stored.layout) for s in sites.values())):
             if any(isinstance(placement, Partial) for placement in layout):
-                raise IllegalPlanError(f"parameter {tensor.source!r}: {what} placements must be R or S, got a partial sum")
+                raise IllegalPlanError(
+                    f"parameter {tensor.source!r}: {what} placements must be R or S, got a partial sum"
+                )
         return ParameterHome(tensor.name, home, optimizer, sites)
 
     def _layout(self, tensor: Tensor, mesh: Mesh, given: Mapping[str, str], default: Layout) -> Layout:
@@ -401,9 +415,14 @@ class _Resolver:
             kind = next(k for k, i in order.items() if i == key[0])
             segments.append(
                 Segment(
-                    f"stage{stage}_{number}", stage, kind, tuple(members), tuple(inputs), tuple(outputs),
+                    f"stage{stage}_{number}",
+                    stage,
+                    kind,
+                    tuple(members),
+                    tuple(inputs),
+                    tuple(outputs),
                     None if key[2] < 0 else key[2],
-                )  # fmt: skip
+                )
             )
         return tuple(segments)
 
@@ -440,9 +459,7 @@ class _Resolver:
                 levels[name] = max(levels[name], min(levels[reader] - bump for reader, bump in readers[name]))
         return levels
 
-    def _read_elsewhere(
-        self, stage: StageIndex, results: Mapping[str, Version]
-    ) -> dict[Version, list[str | None]]:
+    def _read_elsewhere(self, stage: StageIndex, results: Mapping[str, Version]) -> dict[Version, list[str | None]]:
         """For each version of this stage who reads it: operators directly, None for adapters and results."""
         found: dict[Version, list[str | None]] = {}
         for (where, name), versions in self.reads.items():
@@ -466,9 +483,11 @@ class _Resolver:
 
 def can_replicate(graph: Graph, op: Operator) -> bool:
     """Whether several stages may each run ``op``: cheap to repeat, and the same everywhere."""
-    return not op.random and not any(
-        graph.tensor[name].requires_grad for name in op.outputs
-    ) and not any(graph.tensor[name].kind == "parameter" for name in op.inputs)  # fmt: skip
+    return (
+        not op.random
+        and not any(graph.tensor[name].requires_grad for name in op.outputs)
+        and not any(graph.tensor[name].kind == "parameter" for name in op.inputs)
+    )
 
 
 def split_problem(
