@@ -78,28 +78,7 @@ def time_axis(graph: Graph, micro_batches: int) -> TimeAxis:
     if batch < micro_batches:
         raise IllegalPlanError(f"a batch of {batch} is smaller than {micro_batches} micro-batches")
 
-    dims: dict[str, Placement] = {}
-    for tensor in graph.tensors:
-        if tensor.kind != "activation":
-            split = tensor.kind == "input" and tensor.batch_dim is not None
-            dims[tensor.name] = Split(tensor.batch_dim or 0) if split else R
-    labels: dict[str, str] = {}
-    prologue: dict[str, None] = {}
-    granule = 1
-    for op in graph.operators:
-        have = [dims[name] for name in op.inputs]
-        choice, early = _choose(graph, op, have, dims)
-        for name in early:
-            _add_ancestors(graph, name, prologue, op)
-        labels[op.name] = choice.label
-        for name, placement in zip(op.inputs + op.outputs, choice.inputs + choice.outputs, strict=True):
-            if isinstance(placement, Split):
-                per_sample, rest = divmod(graph.tensor[name].shape[placement.dim], batch)
-                if rest:
-                    raise _coupled(op, f"dimension {placement.dim} of {name} holds no whole samples")
-                granule = _lcm(granule, placement.unit // gcd(placement.unit, per_sample))
-        for name, placement in zip(op.outputs, choice.outputs, strict=True):
-            dims[name] = Split(placement.dim) if isinstance(placement, Split) else placement
+    labels, dims, prologue, granule = _propagate(graph, batch, strict=True)
     if batch // granule < micro_batches or batch % granule:
         raise IllegalPlanError(
             f"a batch of {batch} whose samples stay together in groups of {granule} "
@@ -121,6 +100,48 @@ def time_axis(graph: Graph, micro_batches: int) -> TimeAxis:
         and not op.random
     )
     return TimeAxis(graph, micro_batches, labels, placement_of, once, frozenset(prologue) - once, granule)
+
+
+def batch_dims(graph: Graph) -> dict[str, int]:
+    """The dimension that carries the batch, for each tensor that has one.
+
+    Unlike :func:`time_axis` this does not ask whether the batch can be cut: batch statistics are
+    tensors without a batch dimension.  Raises IllegalPlanError when the model has no batch
+    dimension or an operator hides it.
+    """
+    if graph.batch is None:
+        raise IllegalPlanError(f"{graph.name} has no batch dimension")
+    _, dims, _, _ = _propagate(graph, graph.batch, strict=False)
+    return {name: placement.dim for name, placement in dims.items() if isinstance(placement, Split)}
+
+
+def _propagate(
+    graph: Graph, batch: int, strict: bool
+) -> tuple[dict[str, str], dict[str, Placement], dict[str, None], int]:
+    """Labels of operators, placements of tensors (units not set), prologue operators, granule."""
+    dims: dict[str, Placement] = {}
+    for tensor in graph.tensors:
+        if tensor.kind != "activation":
+            split = tensor.kind == "input" and tensor.batch_dim is not None
+            dims[tensor.name] = Split(tensor.batch_dim or 0) if split else R
+    labels: dict[str, str] = {}
+    prologue: dict[str, None] = {}
+    granule = 1
+    for op in graph.operators:
+        have = [dims[name] for name in op.inputs]
+        choice, early = _choose(graph, op, have, dims)
+        for name in early if strict else ():
+            _add_ancestors(graph, name, prologue, op)
+        labels[op.name] = choice.label
+        for name, placement in zip(op.inputs + op.outputs, choice.inputs + choice.outputs, strict=True):
+            if isinstance(placement, Split):
+                per_sample, rest = divmod(graph.tensor[name].shape[placement.dim], batch)
+                if rest:
+                    raise _coupled(op, f"dimension {placement.dim} of {name} holds no whole samples")
+                granule = _lcm(granule, placement.unit // gcd(placement.unit, per_sample))
+        for name, placement in zip(op.outputs, choice.outputs, strict=True):
+            dims[name] = Split(placement.dim) if isinstance(placement, Split) else placement
+    return labels, dims, prologue, granule
 
 
 def _choose(
