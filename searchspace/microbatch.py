@@ -111,7 +111,17 @@ def batch_dims(graph: Graph) -> dict[str, int]:
     """
     if graph.batch is None:
         raise IllegalPlanError(f"{graph.name} has no batch dimension")
-    _, dims, _, _ = _propagate(graph, graph.batch, strict=False)
+    labels, dims, _, _ = _propagate(graph, graph.batch, strict=False)
+    # What is made from nothing at the size of the batch (a mask) carries it where its readers say so.
+    for op in reversed(graph.operators):
+        choice = op.rule.choices[labels[op.name]]
+        for name, placement in zip(op.outputs, choice.outputs, strict=True):
+            if isinstance(dims[name], Split) and placement == R:
+                wanted = dims[name]
+                choice = next((c for c in op.rule.choices.values() if _same_dim(c.outputs[0], wanted)), choice)
+        for name, placement in zip(op.inputs, choice.inputs, strict=True):
+            if isinstance(placement, Split) and dims[name] == R and graph.tensor[name].kind == "activation":
+                dims[name] = Split(placement.dim)
     return {name: placement.dim for name, placement in dims.items() if isinstance(placement, Split)}
 
 
