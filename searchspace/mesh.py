@@ -62,6 +62,13 @@ class Mesh:
         return self.axis_names.index(name)
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.devices))
+
+    def __hash__(self) -> int:  # computed once: a mesh of a thousand devices is a memo key
+        return self._hash
+
+    @cached_property
     def _coordinates(self) -> dict[Device, tuple[int, ...]]:
         return dict(zip(self.devices, itertools.product(*map(range, self.shape)), strict=True))
 
