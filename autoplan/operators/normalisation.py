@@ -1,0 +1,117 @@
+"""Batch normalisation in parts that are exact over batch and channels, and group normalisation by group size.
+
+Statistics take two passes: the mean, then the mean of squared distances from it, each a sum over parts
+of the batch.  Running statistics are new values, not updates in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoplan.operators.registry import local_operator
+
+
+def _over_channels(vector: Tensor, like: Tensor) -> Tensor:
+    """[C] as [1, C, 1, ...] in the type of ``like``."""
+    return vector.reshape(1, -1, *[1] * (like.dim() - 2))
+
+
+def _others(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+
+
+@local_operator
+def channel_mean(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Summand of the mean of each channel: [N, C, ...] -> [C]; ``sizes`` are the whole extents but C's."""
+    return torch.sum(x, _others(x), dtype=_wide(x)) / prod(sizes)
+
+
+class _ChannelVariance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(x, mean)
+        ctx.count = count
+        distance = x - _over_channels(mean, x)
+        return distance.square_().sum(_others(x)).div_(count)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean = ctx.saved_tensors
+        distance = x - _over_channels(mean, x)
+        distance.mul_(_over_channels(gradients[0] * (2 / ctx.count), x))
+        return distance.to(x.dtype), None, None
+
+
+@local_operator
+def channel_variance(x: Tensor, mean: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Summand of the biased variance of each channel around ``mean``: [N, C, ...], [C] -> [C].
+
+    ``mean`` must be the mean over the whole batch: the gradient with respect to it, then zero, is left out.
+    """
+    return _ChannelVariance.apply(x, mean, prod(sizes))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Normalise(torch.autograd.Function):
+    """The kernel of evaluation mode, with gradients of mean and variance added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, variance, weight)
+        ctx.eps, ctx.biased = eps, bias is not None
+        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, variance, weight = ctx.saved_tensors
+        empty = torch.empty(0, dtype=mean.dtype, device=x.device)
+        scale = torch.ones_like(mean) if weight is None else weight
+        grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            gradients[0].contiguous(), x, scale, mean, variance, empty, empty, False, ctx.eps, [True, True, True]
+        )
+        inverse = torch.rsqrt(variance + ctx.eps)
+        grad_mean = -inverse * scale * grad_bias
+        grad_variance = -0.5 * inverse.square() * scale * grad_weight
+        return (
+            grad_x, grad_mean, grad_variance,
+            None if weight is None else grad_weight, grad_bias if ctx.biased else None, None,
+        )  # fmt: skip
+
+
+@local_operator
+def channel_normalise(
+    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` of each channel: [N, C, ...], [C]... -> [N, C, ...]."""
+    return _Normalise.apply(x, mean, variance, weight, bias, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@local_operator
+def running_mean(running: Tensor, mean: Tensor, momentum: float) -> Tensor:
+    """The running mean after a step: [C], [C] -> [C], without gradient."""
+    return torch.lerp(running, mean.detach().to(running.dtype), momentum)
+
+
+@local_operator
+def running_variance(running: Tensor, variance: Tensor, momentum: float, sizes: Sequence[int]) -> Tensor:
+    """The running (unbiased) variance after a step, from the biased one of ``prod(sizes)`` elements."""
+    count = prod(sizes)
+    unbiased = variance.detach().to(running.dtype) * (count / max(count - 1, 1))
+    return torch.lerp(running, unbiased, momentum)
+
+
+@local_operator
+def group_norm(x: Tensor, group: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Group normalisation with groups of ``group`` channels: [N, C, ...] -> [N, C, ...]."""
+    return F.group_norm(x, x.shape[1] // group, weight, bias, eps)
