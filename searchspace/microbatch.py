@@ -22,7 +22,7 @@ from math import gcd
 
 from searchspace.errors import IllegalPlanError
 from searchspace.graph import Graph, Operator
-from searchspace.layout import Partial, Placement, R, Region, Split, refine, whole
+from searchspace.layout import P, Partial, Placement, R, Region, Split, refine, whole
 from searchspace.rule import Choice
 
 
@@ -138,10 +138,7 @@ def _propagate(
     prologue: dict[str, None] = {}
     granule = 1
     for op in graph.operators:
-        have = [dims[name] for name in op.inputs]
-        choice, early = _choose(graph, op, have, dims)
-        for name in early if strict else ():
-            _add_ancestors(graph, name, prologue, op)
+        choice = _choose(graph, op, [dims[name] for name in op.inputs], prologue, strict)
         labels[op.name] = choice.label
         for name, placement in zip(op.inputs + op.outputs, choice.inputs + choice.outputs, strict=True):
             if isinstance(placement, Split):
@@ -154,41 +151,56 @@ def _propagate(
     return labels, dims, prologue, granule
 
 
-def _choose(
-    graph: Graph, op: Operator, have: list[Placement], dims: Mapping[str, Placement]
-) -> tuple[Choice, list[str]]:
-    """The choice on the time axis, and the inputs whose sum over micro-batches it needs beforehand."""
+def _choose(graph: Graph, op: Operator, have: list[Placement], prologue: dict[str, None], strict: bool) -> Choice:
+    """The choice on the time axis; what it needs summed over micro-batches beforehand joins ``prologue``."""
     cut = [i for i, p in enumerate(have) if isinstance(p, Split)]
     partial = [i for i, p in enumerate(have) if isinstance(p, Partial)]
-    if cut:
-        for choice in op.rule.choices.values():
-            fits = all(_same_dim(choice.inputs[i], have[i]) for i in cut)
-            if fits and all(choice.inputs[i] in (R, have[i]) for i in partial):
-                return choice, [op.inputs[i] for i in partial if choice.inputs[i] == R]
-        raise _coupled(op, f"input {op.inputs[cut[0]]} cannot be cut along its dimension {have[cut[0]]}")
-    if partial:
-        for choice in op.rule.choices.values():
-            if choice.label.startswith("+") and all(choice.inputs[i] == have[i] for i in partial):
-                return choice, []
-        return op.rule.choices[""], [op.inputs[i] for i in partial]
-    return op.rule.choices[""], []
+    if not cut and not partial:
+        return op.rule.choices[""]
+    best: tuple[int, Choice, dict[str, None]] | None = None
+    reasons = []
+    for choice in op.rule.choices.values():
+        if not all(_same_dim(choice.inputs[i], have[i]) for i in cut):
+            continue
+        if not all(choice.inputs[i] in (R, have[i]) for i in partial):
+            continue
+        if not cut and not all(p in (R, P) for p in choice.inputs):
+            continue
+        early = [op.inputs[i] for i in partial if choice.inputs[i] == R]
+        found: dict[str, None] = {}
+        blocked = [name for name in early if strict and not _depends_on_data_alone(graph, name, found)]
+        if blocked:
+            reasons.append(f"it needs the sum of {blocked[0]} over all micro-batches, which depends on the forward")
+        elif best is None or len(early) < best[0]:
+            best = (len(early), choice, found)
+    if best is None:
+        split = have[cut[0]] if cut else None
+        where = (
+            f"input {op.inputs[cut[0]]} cannot be cut along its dimension {split.dim}"
+            if isinstance(split, Split)
+            else ""
+        )
+        raise _coupled(op, reasons[0] if reasons else where)
+    prologue.update(best[2])
+    return best[1]
 
 
 def _same_dim(wanted: Placement, have: Placement) -> bool:
     return isinstance(wanted, Split) and isinstance(have, Split) and wanted.dim == have.dim
 
 
-def _add_ancestors(graph: Graph, name: str, found: dict[str, None], user: Operator) -> None:
-    """Add the operators that ``name`` needs; refuse when one of them needs parameters or a gradient."""
+def _depends_on_data_alone(graph: Graph, name: str, found: dict[str, None]) -> bool:
+    """Whether ``name`` needs no parameter, gradient or random numbers; its operators join ``found``."""
     pending = [name]
     while pending:
         tensor = graph.tensor[pending.pop()]
         op = graph.producer.get(tensor.name)
         if tensor.kind == "parameter" or tensor.requires_grad or (op is not None and op.random):
-            raise _coupled(user, f"it needs the sum of {name} over all micro-batches, which depends on the forward")
+            return False
         if op is not None and op.name not in found:
             found[op.name] = None
             pending.extend(op.inputs)
+    return True
 
 
 def _coupled(op: Operator, why: str) -> IllegalPlanError:

@@ -235,7 +235,7 @@ class _Resolver:
                 )
         chosen = []
         for axis in mesh.axis_names:
-            label = labels.get(axis, "")
+            label = labels.get(axis, "") if mesh.axes[mesh.axis_index(axis)][1] > 1 else ""
             if label not in op.rule.choices:
                 raise IllegalPlanError(
                     f"operator {op.name!r} ({op.target}) cannot be split along {label!r} over axis {axis!r}: "
@@ -335,8 +335,9 @@ class _Resolver:
 
     def _adapt(self, parameters: Mapping[str, ParameterHome]) -> None:
         for (stage, name), versions in self.reads.items():
-            for version in versions:
-                self._connect(version, self._source(version.tensor, stage, parameters), name)
+            self.reads[stage, name] = tuple(
+                self._connect(version, self._source(version.tensor, stage, parameters), name) for version in versions
+            )
 
     def _source(self, name: str, stage: StageIndex, parameters: Mapping[str, ParameterHome]) -> Version:
         tensor = self.graph.tensor[name]
@@ -357,14 +358,19 @@ class _Resolver:
             )
         return self.produces[origin, op.name][op.outputs.index(name)]
 
-    def _connect(self, target: Version, source: Version, reader: str) -> None:
-        if source == target or target in self.adapters:
-            return
+    def _connect(self, target: Version, source: Version, reader: str) -> Version:
+        """The version to read: the source itself where nothing has to be converted either way."""
+        same = (source.stage, source.layout, source.time) == (target.stage, target.layout, target.time)
+        if same and target.gradient in (None, source.gradient):
+            return source
+        if target in self.adapters:
+            return target
         if isinstance(source.time, Split) and source.time != target.time:
             raise IllegalPlanError(
                 f"operator {reader!r} needs all micro-batches of {source.tensor} at once; micro_batches must be 1"
             )
         self.adapters[target] = Adapter(source, target)
+        return target
 
     def _results(self) -> dict[str, Version]:
         graph = self.graph
