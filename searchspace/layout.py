@@ -148,6 +148,20 @@ def relative(region: Region, base: Region) -> Region:
     return tuple((low - origin, high - origin) for (low, high), (origin, _) in zip(region, base, strict=True))
 
 
+def canonical(shape: Shape, layout: Layout, mesh_shape: Shape, time_parts: int = 1) -> Layout:
+    """The same layout with unit 1 where all parts are equal, so that equal cuts compare equal.
+
+    ``time_parts``: micro-batches that cut the batch dimension before the mesh does (any dimension, to be safe).
+    """
+    parts: dict[int, int] = {}
+    for placement, size in zip(layout, mesh_shape, strict=True):
+        if isinstance(placement, Split):
+            parts[placement.dim] = parts.get(placement.dim, time_parts) * size
+    return tuple(
+        Split(p.dim) if isinstance(p, Split) and shape[p.dim] % (p.unit * parts[p.dim]) == 0 else p for p in layout
+    )
+
+
 def is_partial(layout: Layout) -> bool:
     return any(isinstance(placement, Partial) for placement in layout)
 

@@ -23,6 +23,7 @@ from searchspace.layout import (
     Placement,
     R,
     Split,
+    canonical,
     delivered_gradient,
     demanded_gradient,
     parse_placement,
@@ -247,14 +248,18 @@ class _Resolver:
         if problem:
             raise IllegalPlanError(f"operator {op.name!r} ({op.target}): {problem}")
         self.choices[stage, op.name] = choices
-        inputs = [tuple(c.inputs[i] for c in choices) for i in range(len(op.inputs))]
-        outputs = [tuple(c.outputs[i] for c in choices) for i in range(len(op.outputs))]
+
+        def settled(name: str, layout: Layout) -> Layout:
+            return canonical(self.graph.tensor[name].shape, layout, mesh.shape, self.time.micro_batches)
+
+        inputs = [settled(name, tuple(c.inputs[i] for c in choices)) for i, name in enumerate(op.inputs)]
+        outputs = [settled(name, tuple(c.outputs[i] for c in choices)) for i, name in enumerate(op.outputs)]
         delivered = [delivered_gradient(c.inputs, c.outputs) for c in choices]
         differentiable = any(name in self.gradients for name in op.outputs)
         reads = []
         for i, name in enumerate(op.inputs):
             wants = name in self.gradients and differentiable
-            gradient = tuple(d[i] for d in delivered) if wants else None
+            gradient = settled(name, tuple(d[i] for d in delivered)) if wants else None
             reads.append(Version(name, stage, inputs[i], gradient, self.time.consumed(op, i)))
         self.reads[stage, op.name] = tuple(reads)
         self.produces[stage, op.name] = tuple(
@@ -329,7 +334,7 @@ class _Resolver:
         problem = layout_problem(tensor.shape, layout, mesh)
         if problem:
             raise IllegalPlanError(f"parameter {tensor.source!r}: {problem}")
-        return layout
+        return canonical(tensor.shape, layout, mesh.shape, self.time.micro_batches)
 
     # -- adapters --------------------------------------------------------------------------------
 
