@@ -84,7 +84,8 @@ def routes(base: Region, source: Placed, target: Placed, receivers: Sequence[Dev
     """
     have, want = holders(base, source[1], source[0]), holders(base, target[1], target[0])
     overlaps = [[_overlaps(have.parts[d], part) for part in parts] for d, parts in enumerate(want.parts)]
-    partial = [axis for axis, placement in enumerate(source[1]) if isinstance(placement, Partial)]
+    sizes = source[0].shape
+    partial = [axis for axis, p in enumerate(source[1]) if isinstance(p, Partial) and sizes[axis] > 1]
     found: list[Route] = []
     requests: dict[tuple[Class, Class], list[tuple[Device, Region]]] = {}
     for device in sorted(receivers or target[0].devices):
