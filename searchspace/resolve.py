@@ -130,6 +130,10 @@ class Resolution:
     def training(self) -> bool:
         return self.plan.recipe.mode == "train"
 
+    @property
+    def stages(self) -> range:
+        return range(len(self.plan.placement.stages))
+
     def mesh(self, stage: StageIndex) -> Mesh:
         """The mesh of a stage; of ``EVERYWHERE`` all devices on one axis."""
         if stage == EVERYWHERE:
