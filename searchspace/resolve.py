@@ -156,7 +156,8 @@ class Resolution:
 def resolve(graph: Graph, plan: Plan, *, results: Literal["loss", "all"] = "loss") -> Resolution:
     """Spell ``plan`` out for ``graph``.
 
-    ``results`` selects what every rank receives: the loss, or the loss and all outputs.
+    ``results`` selects what every rank receives: the loss of a training step, or the loss and all
+    outputs of a forward without gradients.
     Raises IllegalPlanError naming the operator and the rule that the plan contradicts.
     """
     return _Resolver(graph, plan, results).run()
@@ -176,7 +177,8 @@ class _Resolver:
     def run(self) -> Resolution:
         graph, plan = self.graph, self.plan
         self.time = time_axis(graph, plan.transformation.micro_batches)
-        self.gradients = _with_gradient(graph) if plan.recipe.mode == "train" else frozenset()
+        trains = plan.recipe.mode == "train" and self.want == "loss"
+        self.gradients = _with_gradient(graph) if trains else frozenset()
         self.stages_of = self._assign()
         for index, stage in enumerate(plan.placement.stages):
             for name in _in_graph_order(graph, stage.operators):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from searchspace.conversion import Prices, cheapest_path, lower
+from searchspace.conversion import Move, Prices, cheapest_path, check_coverage, lower
 from searchspace.graph import DTYPE_BYTES
 from searchspace.layout import Partial, R, Region, Split, intersect, local_shape, region_of, relative
 from searchspace.materialize.slots import SlotTable
@@ -19,6 +19,7 @@ class Movement:
     slots: SlotTable
     prices: Prices
     steps: list[Step] = field(default_factory=list)
+    proved: set[tuple[Move, Region]] = field(default_factory=set)
 
     def emit(self, ranks: Mapping[Rank, Instruction]) -> None:
         """Append one step."""
@@ -67,7 +68,11 @@ class Movement:
         for number, move in enumerate(path.moves):
             last = number == len(path.moves) - 1
             to = target if last else (self.slots.via(want, move.target_mesh, move.target, want.time), target[1])
-            self.emit(lower(move, base, at, to, want.dtype))
+            exchanges = lower(move, base, at, to, want.dtype)
+            if (move, base) not in self.proved:
+                check_coverage(want.tensor, exchanges, base, move.before, move.after)
+                self.proved.add((move, base))
+            self.emit(exchanges)
             at = to
 
     def _copy(self, before: Region | None, after: Region, source: Key, target: Key) -> None:
