@@ -1,0 +1,78 @@
+"""A rank's buffers.
+
+A buffer may be named by several keys, be saved by autograd, or be on its way to another rank; nobody can
+tell from the tensor.  So a buffer is modified in place only if it is *owned*: the store itself made it,
+and gave it to nobody else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autoplan.runtime.release import Release
+from searchspace.program import Key
+
+
+
+@dataclass(slots=True)
+class Kept:
+    """A segment that ran forward: outputs with their autograd graph, what went in, what was let go of."""
+
+    outputs: tuple[Tensor, ...]
+    leaves: list[Tensor]
+    release: Release | None = None
+
+
+class Store:
+    """The buffers of one rank, by key, and the autograd graphs of its segments.
+
+    Fields
+        buffers: what each key holds.  None of them carries an autograd graph.
+        owned: keys whose buffer nobody else can see.
+        kept: (segment, micro-batch) -> graph, from a forward until its backward.
+    """
+
+    __slots__ = ("buffers", "kept", "owned")
+
+    def __init__(self) -> None:
+        self.buffers: dict[Key, Tensor] = {}
+        self.owned: set[Key] = set()
+        self.kept: dict[tuple[str, int], Kept] = {}
+
+    def put(self, key: Key, value: Tensor, owned: bool = False) -> None:
+        """Let ``key`` hold ``value``."""
+        self.buffers[key] = value
+        if owned:
+            self.owned.add(key)
+        else:
+            self.owned.discard(key)
+
+    def add(self, key: Key, value: Tensor, dtype: torch.dtype) -> None:
+        """Add ``value`` to what ``key`` holds; the buffer has ``dtype``, whatever the summands have."""
+        present = self.buffers.get(key)
+        if present is None:
+            if value.dtype == dtype:
+                self.put(key, value)
+            else:
+                self.put(key, value.to(dtype), owned=True)
+        elif key in self.owned:
+            present.add_(value)
+        else:
+            self.put(key, torch.add(present, value).to(dtype), owned=True)
+
+    def share(self, source: Key, target: Key) -> None:
+        """Let ``target`` name the buffer of ``source`` too."""
+        self.owned.discard(source)
+        self.put(target, self.buffers[source])
+
+    def forget(self, key: Key) -> None:
+        self.buffers.pop(key, None)
+        self.owned.discard(key)
+
+    def clear(self) -> None:
+        self.buffers.clear()
+        self.owned.clear()
+        self.kept.clear()
