@@ -1,0 +1,168 @@
+"""Tracing: ``torch.export`` of model and loss over fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autoplan.capture.guards import Places, guarded_functions, reworded
+from autoplan.capture.signature import CallSignature
+from autoplan.capture.standin import stand_ins
+from autoplan.capture.structure import Structure, flatten, holds_tensors, is_cache
+from searchspace.errors import CaptureError
+
+MODEL, LOSS = "model", "loss"
+"""Attribute names under which the wrapper holds the model and the loss; prefixes of module paths in the export."""
+
+
+@dataclass
+class Outputs:
+    """What the model returned: structure, the leaves that are no tensors, and which leaves are."""
+
+    structure: Structure = field(default_factory=Structure)
+    baked: tuple[Any, ...] = ()
+    tensors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trace:
+    """An exported program, whose outputs are the user's tensors and then, in training, the loss."""
+
+    program: torch.export.ExportedProgram
+    outputs: Outputs
+
+
+class _Loss(nn.Module):
+    """Runs the loss function, so that its operators have a module path of their own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["function"] = function  # not a submodule: its tensors are constants, not the model's
+
+    def forward(self, output: Any, *args: Any) -> Any:
+        return self.function(output, *args)
+
+
+class _Wrapper(nn.Module):
+    """Takes the call's tensors flat, gives the output's tensors flat and the loss."""
+
+    def __init__(
+        self, model: nn.Module, signature: CallSignature, loss: Callable[..., Any] | None, train: bool, autocast: str | None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = _Loss(loss) if loss is not None else None
+        self.signature, self.train_mode, self.autocast = signature, train, autocast
+        self.outputs = Outputs()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs, loss_args = self.signature.rebuild(tensors)
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.autocast is not None:
+            context = torch.autocast(self.autocast, dtype=torch.bfloat16, cache_enabled=False)
+        with context:
+            output = self.model(*args, **kwargs)
+            leaves, structure = flatten(output)
+            results = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
+            if self.train_mode:
+                loss = self.loss(output, *loss_args) if self.loss is not None else _own_loss(output)
+                results.append(_scalar(loss))
+        self.outputs.structure = structure
+        self.outputs.baked = tuple(_baked(path, leaf) for path, leaf in leaves)
+        self.outputs.tensors = tuple(i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        return tuple(results)
+
+
+def _own_loss(output: Any) -> Any:
+    """The loss of a model that computes it: a scalar output, ``output.loss`` or ``output["loss"]``."""
+    if isinstance(output, torch.Tensor) and output.numel() == 1:
+        return output
+    found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if found is None:
+        kind = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
+        raise CaptureError(
+            f"no loss found: the model returned {kind}, which is no scalar and has no .loss; pass loss_fn= (and "
+            'loss_args= for its further arguments), pass labels to the model, or use mode="inference"'
+        )
+    return found
+
+
+def _scalar(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(f"expected the loss to be a scalar tensor, got {type(loss).__name__}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise CaptureError(
+            f"expected the loss to be a floating-point scalar, got {loss.dtype} of shape {tuple(loss.shape)}; "
+            "reduce it, for example with .mean()"
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def _baked(path: str, leaf: Any) -> Any:
+    """What stays of an output leaf that is no tensor; caches are dropped."""
+    if isinstance(leaf, torch.Tensor) or is_cache(leaf):
+        return None
+    if holds_tensors(leaf):
+        raise CaptureError(
+            f"output {path!r}: {type(leaf).__name__} holds tensors but is no container that autoplan knows; return "
+            "a tuple, list, dict or dataclass, or register it with torch.utils._pytree.register_pytree_node"
+        )
+    return leaf
+
+
+def trace(
+    model: nn.Module,
+    signature: CallSignature,
+    *,
+    loss_fn: Callable[..., Any] | None,
+    train: bool,
+    mode: FakeTensorMode,
+    device: str,
+    floating: torch.dtype | None,
+    autocast: bool,
+) -> Trace:
+    """Export model and loss; raises CaptureError that names module and line."""
+    places = Places(model)
+    with stand_ins(model, mode, device, floating), _tracing_settings():
+        if not train:
+            model.eval()
+        with mode:
+            inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in signature.tensors)
+        wrapper = _Wrapper(model, signature, loss_fn, train, device if autocast else None)
+        wrapper.training = model.training
+        printed = io.StringIO()  # torch prints the unfinished graph when it fails
+        try:
+            with guarded_functions(places), torch.enable_grad(), contextlib.redirect_stderr(printed):
+                program = torch.export.export(wrapper, inputs, strict=False)
+        except Exception as error:
+            raise reworded(error, places) from error
+        sys.stderr.write(printed.getvalue())
+    return Trace(program, wrapper.outputs)
+
+
+@contextlib.contextmanager
+def _tracing_settings() -> Iterator[None]:
+    """No fused inference kernels of attention modules, and no warnings about torch's own tracing."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = shapes.level
+    torch.backends.mha.set_fastpath_enabled(False)
+    shapes.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+            warnings.filterwarnings("ignore", message=".*was assigned during export.*")
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        shapes.setLevel(level)

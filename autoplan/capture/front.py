@@ -1,0 +1,201 @@
+"""The entry: from a module and example inputs to a :class:`Captured`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autoplan.capture.aliasing import Alias
+from autoplan.capture.builder import GraphBuilder, Value, dtype_name
+from autoplan.capture.call import Call, Rewrite, Traits
+from autoplan.capture.canonical import DEVICE
+from autoplan.capture.captured import Captured
+from autoplan.capture.export import MODEL, Trace, trace
+from autoplan.capture.guards import check_model, check_storage
+from autoplan.capture.lower import Lowering
+from autoplan.capture.signature import CallSignature, sign
+from autoplan.capture.standin import Inventory, device_type
+from autoplan.capture.structure import flatten
+from searchspace.errors import CaptureError
+from searchspace.graph import Symbol
+from searchspace.plan import Mode, Precision
+from searchspace.rule import Rule
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    loss_args: Sequence[Any] = (),
+    mode: Mode = "train",
+    precision: Precision = "float32",
+    batch_dims: Mapping[str, int | None] | None = None,
+    name: str | None = None,
+    device: str | None = None,
+) -> Captured:
+    """Capture ``model`` called as ``model(*args, **kwargs)``.
+
+    Parameters
+        args, kwargs: example inputs, on any device, ``meta`` too; tensors in nested containers are the graph's
+            inputs, everything else is baked in.
+        loss_fn, loss_args: the loss is ``loss_fn(output, *loss_args)``; without ``loss_fn`` it is a scalar
+            output, ``output.loss`` or ``output["loss"]``.
+        mode: ``"train"`` keeps the training flags of the modules; ``"inference"`` runs them in evaluation mode,
+            needs no loss, and nothing requires a gradient.
+        precision: ``"float32"`` leaves the model's own dtypes; ``"bf16"`` makes floating-point parameters and
+            inputs bfloat16; ``"autocast"`` runs the call under ``torch.autocast`` with bfloat16.
+        batch_dims: overrides the inferred batch dimension by input path (``"kwargs.labels"``, or a prefix of
+            paths such as ``"args"``); None for an input without one.
+        name: of the graph, by default the class's.
+        device: the type of device whose autocast rules hold, by default that of model and inputs.
+
+    The model is not changed and no weight is allocated.  Raises CaptureError for whatever cannot be
+    captured; the message names module and line, and says what to do.
+    """
+    check_model(model)
+    check_storage(model)
+    _check_options(mode, precision, loss_fn)
+    floating = torch.bfloat16 if precision == "bf16" else None
+    signature = sign(args, kwargs, loss_args, batch_dims=batch_dims, floating=floating)
+    where = device or device_type(model, _tensors(args, kwargs, loss_args))
+    inventory = Inventory.of(model)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    traced = trace(
+        model,
+        signature,
+        loss_fn=loss_fn if mode == "train" else None,
+        train=mode == "train",
+        mode=fake,
+        device=where,
+        floating=floating,
+        autocast=precision == "autocast",
+    )
+    describe, rewrites = _meaning()
+    builder = GraphBuilder(fake, where, describe, gradients=mode == "train")
+    sources = _Sources(builder, signature, inventory, floating)
+    results = Lowering(builder, rewrites).run(traced.program.graph_module, sources.placeholders(traced))
+    lowering = Lowering(builder, rewrites)
+    values = [lowering.read(result) for result in results]
+    loss = values.pop() if mode == "train" else None
+    if loss is not None and not loss.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any parameter that requires a gradient; check requires_grad and no_grad, or "
+            'use mode="inference"'
+        )
+    updates = sources.updates(lowering)
+    graph = builder.finish(name or type(model).__name__, values, loss, updates, signature.batch)
+    constants = {t.name: sources.constants[t.source] for t in graph.of_kind("constant")}
+    return Captured(graph, model, mode, precision, signature, traced.outputs, constants)
+
+
+class _Sources:
+    """The graph's inputs, parameters, buffers and constants, and the traced placeholders that stand for them."""
+
+    def __init__(
+        self, builder: GraphBuilder, signature: CallSignature, inventory: Inventory, floating: torch.dtype | None
+    ) -> None:
+        self.constants: dict[str, torch.Tensor] = {}
+        self._builder = builder
+        self._by_name: dict[str, Alias] = {}
+        self._inputs = [
+            Alias.fresh(builder.source("input", leaf.path, leaf.shape, leaf.dtype, batch_dim=leaf.batch_dim))
+            for leaf in signature.tensors
+        ]
+        self._state: list[tuple[Alias, Value]] = []
+        for kind, registered in (("parameter", inventory.parameters), ("buffer", inventory.buffers)):
+            for item in registered:
+                tensor = item.tensor
+                cast = floating if kind == "parameter" and tensor.is_floating_point() and floating else tensor.dtype
+                value = builder.source(
+                    kind,  # type: ignore[arg-type]
+                    item.names[0],
+                    tensor.shape,
+                    cast,
+                    requires_grad=tensor.requires_grad,
+                    aliases=item.names[1:],
+                )
+                alias = Alias.fresh(value)
+                self._state.append((alias, value))
+                self._by_name.update({name: alias for name in item.names})
+
+    def placeholders(self, traced: Trace) -> list[Alias]:
+        """One entry for each placeholder of the exported graph, in its order."""
+        signature = traced.program.graph_signature
+        registered = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+        lifted = signature.inputs_to_lifted_tensor_constants
+        supply = iter(self._inputs)
+        found = []
+        for node in traced.program.graph_module.graph.find_nodes(op="placeholder"):
+            if node.name in registered:
+                found.append(self._by_name[registered[node.name].removeprefix(MODEL + ".")])
+            elif node.name in lifted:
+                found.append(self._constant(lifted[node.name], traced.program.constants[lifted[node.name]]))
+            else:
+                found.append(next(supply))
+        return found
+
+    def _constant(self, path: str, tensor: torch.Tensor) -> Alias:
+        """A lifted tensor; a number becomes part of the graph."""
+        path = path.removeprefix(MODEL + ".")
+        if isinstance(tensor, FakeTensor):  # a plain attribute on meta: no data, good for planning only
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if tensor.numel() == 1 and not tensor.is_meta and not tensor.requires_grad:
+            dtype = Symbol(f"torch.{dtype_name(tensor.dtype)}")
+            shape = tuple(tensor.shape)
+            number = self._builder.emit("aten.full.default", shape, tensor.item(), dtype=dtype, device=DEVICE)
+            return Alias.fresh(number)
+        self.constants[path] = tensor.detach()
+        value = self._builder.source("constant", path, tensor.shape, tensor.dtype)
+        alias = Alias.fresh(value)
+        self._state.append((alias, value))
+        return alias
+
+    def updates(self, lowering: Lowering) -> list[tuple[Value, Value]]:
+        """(buffer, its new value) for the buffers that were written."""
+        found = []
+        for alias, value in self._state:
+            if alias.memory.version == 0:
+                continue
+            if value.kind != "buffer":
+                what = f"parameter {value.source!r}" if value.kind == "parameter" else f"tensor attribute {value.source!r}"
+                hint = "update it outside the model" if value.kind == "parameter" else "register it with register_buffer"
+                raise CaptureError(f"forward changes the {what} in place; {hint}")
+            new = lowering.read(alias)
+            if new is not value:
+                found.append((value, new))
+        return found
+
+
+def _check_options(mode: str, precision: str, loss_fn: Any) -> None:
+    for name, value, allowed in (("mode", mode, get_args(Mode)), ("precision", precision, get_args(Precision))):
+        if value not in allowed:
+            raise CaptureError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise CaptureError(f"expected loss_fn to be a function of the model's output, got {type(loss_fn).__name__}")
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise CaptureError("loss_fn is a module with parameters; make it a part of the model and return the loss")
+
+
+def _meaning() -> tuple[Callable[[Call], Traits], Mapping[str, Rewrite]]:
+    """What gives operators their meaning, and the rewrites."""
+    try:
+        from autoplan.capture.rewrites import REWRITES
+        from autoplan.capture.rules import describe
+    except ImportError:
+        return _opaque, {}
+    return describe, REWRITES
+
+
+def _opaque(call: Call) -> Traits:
+    shapes = [meta.shape for meta in call.inputs], [meta.shape for meta in call.outputs]
+    return Traits(call.args, call.kwargs, Rule.opaque(*shapes))
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    return [leaf for value in values for _, leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor)]

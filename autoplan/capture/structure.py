@@ -1,0 +1,134 @@
+"""Nested Python values: taken apart into leaves with paths, and put together again.
+
+Containers are tuples (named ones too), lists, mappings (dict, OrderedDict, transformers' ModelOutput and
+BatchEncoding), dataclasses, and whatever is registered with ``torch.utils._pytree``.  Anything else is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The shape of a nested value: a leaf, or a container with named children and a way to build it."""
+
+    children: tuple[tuple[str, Structure], ...] = ()
+    build: Callable[[list[Any]], Any] | None = None
+
+    @property
+    def leaves(self) -> int:
+        return 1 if self.build is None else sum(child.leaves for _, child in self.children)
+
+    def unflatten(self, leaves: list[Any]) -> Any:
+        """The value whose leaves, in order, are ``leaves``."""
+        supply = iter(leaves)
+        value = self._take(supply)
+        if next(supply, self) is not self:
+            raise ValueError(f"expected {self.leaves} leaves, got more: {len(leaves)}")
+        return value
+
+    def _take(self, supply: Iterator[Any]) -> Any:
+        if self.build is None:
+            return next(supply)
+        return self.build([child._take(supply) for _, child in self.children])
+
+
+def flatten(value: Any, path: str = "") -> tuple[list[tuple[str, Any]], Structure]:
+    """(path, leaf) pairs in order, and the structure.  A path is written ``"args.0.ids"``."""
+    opened = _open(value)
+    if opened is None:
+        return [(path, value)], Structure()
+    items, build = opened
+    leaves: list[tuple[str, Any]] = []
+    children: list[tuple[str, Structure]] = []
+    for key, item in items:
+        found, child = flatten(item, f"{path}.{key}" if path else str(key))
+        leaves += found
+        children.append((str(key), child))
+    return leaves, Structure(tuple(children), build)
+
+
+Opened = tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]]
+
+
+def _open(value: Any) -> Opened | None:
+    """Children of a container by key, and the function that builds the container from new children."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor | str | bytes) or isinstance(value, type) or is_cache(value):
+        return None
+    if isinstance(value, tuple):
+        if hasattr(value, "_fields"):
+            return list(zip(value._fields, value, strict=True)), lambda items: kind(*items)
+        return list(enumerate(value)), (lambda items: tuple(items)) if kind is tuple else (lambda items: kind(items))
+    if isinstance(value, list):
+        return list(enumerate(value)), lambda items: items if kind is list else kind(items)
+    if isinstance(value, dict | UserDict | Mapping):
+        keys = list(value)
+        fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+        return [(key, value[key]) for key in keys], lambda items: _mapping(value, keys, items, fields)
+    if dataclasses.is_dataclass(value):
+        names = [f.name for f in dataclasses.fields(value)]
+        return [(n, getattr(value, n)) for n in names], lambda items: _record(kind, names, items)
+    if kind in _pytree.SUPPORTED_NODES:
+        children, context = _pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+        rebuild = _pytree.SUPPORTED_NODES[kind].unflatten_fn
+        return list(enumerate(children)), lambda items: rebuild(items, context)
+    return None
+
+
+def _mapping(like: Any, keys: list[Any], items: list[Any], fields: set[str]) -> Any:
+    """A mapping of the type of ``like`` with the same keys in the same order."""
+    pairs = dict(zip(keys, items, strict=True))
+    kind = type(like)
+    if kind is dict:
+        return pairs
+    if fields:  # transformers' ModelOutput: a dataclass and a dict at once, which leaves out fields that are None
+        return kind(**pairs)
+    fresh = copy.copy(like)
+    for key, item in pairs.items():
+        fresh[key] = item
+    return fresh
+
+
+def _record(kind: type, names: list[str], items: list[Any]) -> Any:
+    """A dataclass instance built field by field, since ``__init__`` may take other arguments."""
+    fresh = object.__new__(kind)
+    for name, item in zip(names, items, strict=True):
+        object.__setattr__(fresh, name, item)
+    return fresh
+
+
+def is_cache(value: Any) -> bool:
+    """Whether ``value`` is a key/value cache such as transformers' DynamicCache."""
+    return any(base.__name__ in ("Cache", "DynamicCache") for base in type(value).__mro__)
+
+
+def holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether an object that is no container has tensors among its attributes."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0:
+        return False
+    inside: list[Any] = list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, list | tuple | set | frozenset):
+        inside += value
+    if isinstance(value, dict):
+        inside += value.values()
+    return any(holds_tensors(item, depth - 1) for item in inside)
+
+
+def select(leaves: list[tuple[str, Any]], prefix: str) -> list[str]:
+    """The paths that are ``prefix`` or lie below it."""
+    return [path for path, _ in leaves if path == prefix or path.startswith(prefix + ".")]
+
+
+__all__ = ["Structure", "flatten", "holds_tensors", "is_cache", "select"]
