@@ -182,7 +182,10 @@ class _Resolver:
         self.stages_of = self._assign()
         for index, stage in enumerate(plan.placement.stages):
             for name in _in_graph_order(graph, stage.operators):
-                self._operator(index, stage.mesh, graph.operator[name])
+                self.choices[index, name] = self._choose(index, stage.mesh, graph.operator[name])
+        self.deferred = self._deferred()
+        for stage_index, name in self.choices:
+            self._versions(stage_index, graph.operator[name])
         parameters = self._parameters()
         self._adapt(parameters)
         results = self._results()
@@ -233,7 +236,7 @@ class _Resolver:
 
     # -- op-trans --------------------------------------------------------------------------------
 
-    def _operator(self, stage: StageIndex, mesh: Mesh, op: Operator) -> None:
+    def _choose(self, stage: StageIndex, mesh: Mesh, op: Operator) -> tuple[Choice, ...]:
         labels = self.plan.transformation.operators.get(op.name, {})
         for axis in labels:
             if axis not in mesh.axis_names and len(self.stages_of[op.name]) == 1:
@@ -253,31 +256,74 @@ class _Resolver:
         problem = split_problem(self.graph, op, choices, mesh, self.time)
         if problem:
             raise IllegalPlanError(f"operator {op.name!r} ({op.target}): {problem}")
-        self.choices[stage, op.name] = choices
+        return choices
+
+    def _deferred(self) -> dict[tuple[StageIndex, str], tuple[bool, ...]]:
+        """Axes on which the gradient of a tensor stays partial until it reaches the parameters.
+
+        Backward is linear in the gradient, so an operator that is replicated may pass partial sums
+        on.  Worth it where only parameters lie behind it (a position embedding): they are
+        synchronised once a step anyway.
+        """
+        graph = self.graph
+        data = {tensor.name for tensor in graph.of_kind("input")}
+        derived: set[str] = set()
+        for op in graph.operators:
+            if op.random or any(name in data for name in op.inputs):
+                data.update(op.outputs)
+            else:
+                derived.update(name for name in op.outputs if name in self.gradients)
+        found: dict[tuple[StageIndex, str], tuple[bool, ...]] = {}
+        for (stage, name), choices in reversed(self.choices.items()):
+            op = graph.operator[name]
+            if len(op.outputs) != 1 or op.outputs[0] not in derived:
+                continue
+            readers = [
+                (reader, i) for reader, i in graph.consumers[op.outputs[0]] if reader.outputs[0] in self.gradients
+            ]
+            if all((stage, reader.name) in self.choices for reader, _ in readers):
+                partial = [self._delivered(stage, reader, found)[i] for reader, i in readers]
+                found[stage, op.outputs[0]] = tuple(
+                    not choice.label and any(layout[axis] == P for layout in partial)
+                    for axis, choice in enumerate(choices)
+                )
+        return found
+
+    def _delivered(
+        self, stage: StageIndex, op: Operator, deferred: Mapping[tuple[StageIndex, str], tuple[bool, ...]]
+    ) -> list[Layout]:
+        """The gradient layout that an operator delivers for each of its inputs."""
+        choices = self.choices[stage, op.name]
+        passed = deferred.get((stage, op.outputs[0]), (False,) * len(choices)) if op.outputs else ()
+        by_axis = [
+            (P,) * len(op.inputs) if partial else delivered_gradient(choice.inputs, choice.outputs)
+            for choice, partial in zip(choices, passed, strict=True)
+        ]
+        return [tuple(axis[i] for axis in by_axis) for i in range(len(op.inputs))]
+
+    def _versions(self, stage: StageIndex, op: Operator) -> None:
+        choices = self.choices[stage, op.name]
+        mesh = self.plan.placement.stages[stage].mesh
 
         def settled(name: str, layout: Layout) -> Layout:
             return canonical(self.graph.tensor[name].shape, layout, mesh.shape, self.time.micro_batches)
 
-        inputs = [settled(name, tuple(c.inputs[i] for c in choices)) for i, name in enumerate(op.inputs)]
-        outputs = [settled(name, tuple(c.outputs[i] for c in choices)) for i, name in enumerate(op.outputs)]
-        delivered = [delivered_gradient(c.inputs, c.outputs) for c in choices]
+        delivered = self._delivered(stage, op, self.deferred)
         differentiable = any(name in self.gradients for name in op.outputs)
         reads = []
         for i, name in enumerate(op.inputs):
-            wants = name in self.gradients and differentiable
-            gradient = settled(name, tuple(d[i] for d in delivered)) if wants else None
-            reads.append(Version(name, stage, inputs[i], gradient, self.time.consumed(op, i)))
+            layout = settled(name, tuple(c.inputs[i] for c in choices))
+            gradient = settled(name, delivered[i]) if name in self.gradients and differentiable else None
+            reads.append(Version(name, stage, layout, gradient, self.time.consumed(op, i)))
+        produces = []
+        for i, name in enumerate(op.outputs):
+            layout = settled(name, tuple(c.outputs[i] for c in choices))
+            partial = self.deferred.get((stage, name), (False,) * len(layout))
+            demanded = tuple(P if d else g for g, d in zip(demanded_gradient(layout), partial, strict=True))
+            gradient = demanded if name in self.gradients else None
+            produces.append(Version(name, stage, layout, gradient, self.time.placement[name]))
         self.reads[stage, op.name] = tuple(reads)
-        self.produces[stage, op.name] = tuple(
-            Version(
-                name,
-                stage,
-                layout,
-                demanded_gradient(layout) if name in self.gradients else None,
-                self.time.placement[name],
-            )
-            for name, layout in zip(op.outputs, outputs, strict=True)
-        )
+        self.produces[stage, op.name] = tuple(produces)
 
     # -- parameters ------------------------------------------------------------------------------
 
