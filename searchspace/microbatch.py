@@ -60,7 +60,7 @@ class TimeAxis:
 
     def _split(self, tensor: str, dim: int) -> Split:
         assert self.graph.batch is not None
-        return Split(dim, self.graph.tensor[tensor].shape[dim] // self.graph.batch * self.granule)
+        return Split(dim, self.graph.tensor[tensor].shape[dim] * self.granule // self.graph.batch)
 
 
 def time_axis(graph: Graph, micro_batches: int) -> TimeAxis:
@@ -88,7 +88,7 @@ def time_axis(graph: Graph, micro_batches: int) -> TimeAxis:
         if dims[new] != R:
             raise _coupled(graph.producer[new], f"the new value of buffer {graph.tensor[buffer].source!r} needs all")
     placement_of = {
-        name: Split(p.dim, graph.tensor[name].shape[p.dim] // batch * granule) if isinstance(p, Split) else p
+        name: Split(p.dim, graph.tensor[name].shape[p.dim] * granule // batch) if isinstance(p, Split) else p
         for name, p in dims.items()
     }
     once = frozenset(
@@ -142,10 +142,9 @@ def _propagate(
         labels[op.name] = choice.label
         for name, placement in zip(op.inputs + op.outputs, choice.inputs + choice.outputs, strict=True):
             if isinstance(placement, Split):
-                per_sample, rest = divmod(graph.tensor[name].shape[placement.dim], batch)
-                if rest:
-                    raise _coupled(op, f"dimension {placement.dim} of {name} holds no whole samples")
-                granule = _lcm(granule, placement.unit // gcd(placement.unit, per_sample))
+                # extent * granule / batch must be whole units
+                wanted = batch * placement.unit
+                granule = _lcm(granule, wanted // gcd(wanted, graph.tensor[name].shape[placement.dim]))
         for name, placement in zip(op.outputs, choice.outputs, strict=True):
             dims[name] = Split(placement.dim) if isinstance(placement, Split) else placement
     return labels, dims, prologue, granule

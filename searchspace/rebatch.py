@@ -35,7 +35,10 @@ def rebatch(graph: Graph, batch: int) -> Graph:
     for tensor in graph.tensors:
         shape = list(tensor.shape)
         if tensor.name in dims:
-            shape[dims[tensor.name]] = shape[dims[tensor.name]] // old * batch
+            extent = shape[dims[tensor.name]]
+            if extent * batch % old:
+                raise IllegalPlanError(f"{tensor.name} keeps samples together; a batch of {batch} does not fit them")
+            shape[dims[tensor.name]] = extent * batch // old
         sizes[tensor.name] = tuple(shape)
         tensors.append(replace(tensor, shape=tuple(shape)))
     before = {t.name: t for t in graph.tensors}
