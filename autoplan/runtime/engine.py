@@ -73,7 +73,7 @@ class Engine:
             with torch.no_grad():
                 results = segment(*[buffers[key] for key in inputs])
             for key, result in zip(outputs, results, strict=True):
-                buffers[key] = result
+                buffers[key] = result.detach() if result.requires_grad else result
             if owned:
                 owned.difference_update(outputs)
 
@@ -85,9 +85,10 @@ class Engine:
                 for key, wanted in zip(inputs, differentiable, strict=True)
             ]
             if released:
-                release = Release(leaves, released)
-                with torch.enable_grad(), release.saving():
-                    results = segment(*release.arguments)
+                with torch.enable_grad():
+                    release = Release(leaves, released)
+                    with release.saving():
+                        results = segment(*release.arguments)
                 kept[identity] = Kept(results, release.leaves, release)
             else:
                 with torch.enable_grad():

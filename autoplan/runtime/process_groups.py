@@ -32,6 +32,10 @@ from searchspace.program_check import check_program
 Finish = Callable[[], None]
 """Waits for a communication and puts the target into the store."""
 
+# torch 2.13 renames both and warns of the old names, which 2.11 has.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _OPERATION = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _REDUCED_AS = {torch.bool: torch.int32, torch.int16: torch.int32, torch.int8: torch.int32}
 """Dtypes that backends do not reduce, or would overflow in."""
@@ -214,12 +218,12 @@ class ProcessGroups:
             flat = _bytes(store.buffers[source], assembly.dtype)
             if straight:
                 result = torch.empty(assembly.shape, dtype=assembly.dtype, device=device)
-                work = dist.all_gather_into_tensor(_as_bytes(result), flat, group=group, async_op=True)
+                work = _all_gather_single(_as_bytes(result), flat, group=group, async_op=True)
                 return lambda: (work.wait(), store.put(target, result, owned=True))[1]
             if flat.numel() < longest:
                 flat = torch.cat([flat, flat.new_zeros(longest - flat.numel())])
             gathered = torch.empty(longest * len(order), dtype=torch.uint8, device=device)
-            work = dist.all_gather_into_tensor(gathered, flat, group=group, async_op=True)
+            work = _all_gather_single(gathered, flat, group=group, async_op=True)
 
             def finish() -> None:
                 work.wait()
@@ -253,7 +257,7 @@ class ProcessGroups:
                 for i, (slices, size) in enumerate(zip(leaving, sizes, strict=True)):
                     flat[i * longest : i * longest + size].view(extent(slices)).copy_(take(held, slices))
             result = torch.empty(longest, dtype=wire, device=device)
-            work = dist.reduce_scatter_tensor(result, flat, operation, group=group, async_op=True)
+            work = _reduce_scatter_single(result, flat, operation, group=group, async_op=True)
 
             def finish() -> None:
                 work.wait()
