@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from searchspace.graph import Graph, Operator
@@ -28,7 +29,7 @@ def megatron(
     size = dp * tp
     stages = tuple(
         Stage(axes=axes, devices=tuple(range(i * size, (i + 1) * size)), operators=tuple(names[a:b]))
-        for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))
+        for i, (a, b) in enumerate(itertools.pairwise(bounds))
     )
     orders = SCHEDULES[schedule](pp, micro_batches)
     labels = {op.name: _labels(graph, op, dp > 1, tp > 1) for op in graph.operators}
