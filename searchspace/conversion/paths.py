@@ -2,9 +2,12 @@
 
 A path is a run of collectives and local moves on the source's mesh, at most one ``send_receive``,
 and a run on the target's mesh.  One is enough, since it reaches every layout; between different
-meshes it is necessary.  Two kinds of path are left out because a shorter one does the same: a
-slice right before or after a ``send_receive`` (which sends the parts that are wanted anyway), and
-a ``send_receive`` in the place of one single move.
+meshes it is necessary.  Not offered are
+
+*   a ``send_receive`` in the place of a single collective, which is what libraries tune;
+*   a slice right before or after a ``send_receive``, which sends only what is wanted anyway;
+*   partial placements on axes that are partial neither in the source nor in the target: zeros
+    would be added up, which not every dtype allows.
 
 Ties are broken by the number of moves, then by the order of enumeration.
 """
@@ -12,7 +15,7 @@ Ties are broken by the number of moves, then by the order of enumeration.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 from math import inf
@@ -87,57 +90,47 @@ class _Reached(NamedTuple):
 class _Side:
     """One end of the search: the layouts around ``start`` on ``mesh``, nearest first.
 
-    ``reverse`` measures distances to ``start`` instead of from it.
+    ``reverse`` measures distances to ``start`` instead of from it.  ``reached`` has the shortest way
+    of each layout, ``ends`` the shortest one that may be next to a ``send_receive``.
     """
 
     def __init__(self, search: _Search, mesh: Mesh, layouts: Space, start: Code, reverse: bool) -> None:
         self.mesh, self.space, self.start, self.reverse = mesh, layouts, start, reverse
         self.reached: dict[Code, _Reached] = {start: _Reached(0.0, 0, None, None)}
-        self.settled: list[Code] = []
+        self.ends = dict(self.reached)
         self._heap: list[tuple[Seconds, int, int, Code]] = [(0.0, 0, 0, start)]
         self._price = search.price_steps(mesh)
         self._count = 0
 
     def settle(self, bound: Seconds, until: Callable[[Code], bool] = lambda _: False) -> Code | None:
         """Settle layouts nearer than ``bound`` until one satisfies ``until``; return that one."""
-        heap, reached, price = self._heap, self.reached, self._price
+        heap, reached, ends, price = self._heap, self.reached, self.ends, self._price
         while heap and heap[0][0] < bound:
             seconds, hops, _, code = heappop(heap)
             if (seconds, hops) > reached[code][:2]:
                 continue
-            self.settled.append(code)
             for step in self.space.steps(code, self.reverse):
-                further = seconds + price(step)
-                known = reached.get(step.other)
-                if further < bound and (known is None or (further, hops + 1) < known[:2]):
+                other, further = step.other, _Reached(seconds + price(step), hops + 1, step, code)
+                if further.seconds >= bound:
+                    continue
+                if not step.slices and (other not in ends or further[:2] < ends[other][:2]):
+                    ends[other] = further
+                if other not in reached or further[:2] < reached[other][:2]:
                     self._count += 1
-                    reached[step.other] = _Reached(further, hops + 1, step, code)
-                    heappush(heap, (further, hops + 1, self._count, step.other))
+                    reached[other] = further
+                    heappush(heap, (further.seconds, further.hops, self._count, other))
             if until(code):
                 return code
         return None
 
-    def ends(self) -> Iterator[tuple[_Reached, Code]]:
-        """Settled layouts that may be next to a ``send_receive``."""
-        for code in self.settled:
-            reached = self.reached[code]
-            if reached.step is None or not (reached.step.kind == "local" and self._slices(reached.step, code)):
-                yield reached, code
-
-    def _slices(self, step: Step, code: Code) -> bool:
-        """Whether the local ``step`` slices (it may also mask or pad)."""
-        return len(self.space.partial(code)) == len(self.space.partial(self.reached[code].origin or ()))
-
-    def moves(self, code: Code | None) -> list[Move]:
-        """The moves between ``start`` and ``code``, in the order in which they happen."""
+    def moves(self, last: _Reached, code: Code) -> list[Move]:
+        """The moves between ``start`` and ``code``, reached by ``last``, in the order in which they happen."""
         found: list[Move] = []
-        while code is not None:
-            _, _, step, origin = self.reached[code]
-            if step is not None and origin is not None:
-                ends = (code, origin) if self.reverse else (origin, code)
-                before, after = map(self.space.decode, ends)
-                found.append(Move(step.kind, step.axes, self.mesh, before, self.mesh, after))
-            code = origin
+        while last.step is not None and last.origin is not None:
+            ends = (code, last.origin) if self.reverse else (last.origin, code)
+            before, after = map(self.space.decode, ends)
+            found.append(Move(last.step.kind, last.step.axes, self.mesh, before, self.mesh, after))
+            code, last = last.origin, self.reached[last.origin]
         return found if self.reverse else found[::-1]
 
 
@@ -162,7 +155,7 @@ class _Search:
         prices, element_bytes = self.prices, self.element_bytes
 
         def price(step: Step) -> Seconds:
-            kind, axes, elements, _ = step
+            kind, axes, elements = step[:3]
             key = (kind, axes, elements * element_bytes)
             seconds = known.get(key)
             if seconds is None:
@@ -186,79 +179,81 @@ class _Search:
             return Path((), 0.0)
         ahead = _Side(self, mesh, spaces[0], start, reverse=False)
         back = _Side(self, goal_mesh, spaces[1], goal, reverse=True)
+        best: tuple[Seconds, int] = (inf, 0)
+        ends: tuple[Code, Code] | None = None
         if same:
             ahead.settle(inf, lambda code: code == goal)
-            best, ends = ahead.reached[goal][:2], None
+            best = ahead.reached[goal][:2]
             back.settle(best[0])
         else:
             left = ahead.settle(inf, lambda code: not spaces[0].partial(code))
             right = back.settle(inf, lambda code: not spaces[1].partial(code))
-            assert left is not None and right is not None  # all can be reduced, and sliced from replicas
-            ends = (left, right)
-            near, far = ahead.reached[left], back.reached[right]
-            best = (near.seconds + self._relayout(ahead, left, back, right) + far.seconds, near.hops + 1 + far.hops)
-            ahead.settle(best[0] - far.seconds)
-            back.settle(best[0] - near.seconds)
-        for lower, hops, left, right in self._candidates(ahead, back, best[0], same):
-            if (lower, hops) >= best:
+            assert left is not None and right is not None  # all can be reduced, and made from replicas
+            best, ends = self._join(ahead, left, back, right), (left, right)
+            ahead.settle(best[0])
+            back.settle(best[0])
+        for lower, left, right in self._candidates(ahead, back, best[0], same):
+            if lower >= best[0]:
                 break
-            seconds = ahead.reached[left].seconds + back.reached[right].seconds
-            seconds += self._relayout(ahead, left, back, right)
-            if (seconds, hops) < best:
-                best, ends = (seconds, hops), (left, right)
-        return Path(self._relabelled(ahead, back, goal, ends), best[0])
+            joined = self._join(ahead, left, back, right)
+            if joined < best:
+                best, ends = joined, (left, right)
+        if ends is None:
+            moves = ahead.moves(ahead.reached[goal], goal)
+        else:
+            left, right = ends
+            moves = [
+                *ahead.moves(ahead.ends[left], left),
+                self._relayout(ahead, left, back, right),
+                *back.moves(back.ends[right], right),
+            ]
+        moves[0] = replace(moves[0], source_mesh=mesh, source=have)
+        moves[-1] = replace(moves[-1], target_mesh=goal_mesh, target=want)
+        return Path(tuple(moves), best[0])
 
-    def _candidates(
-        self, ahead: _Side, back: _Side, bound: Seconds, same: bool
-    ) -> list[tuple[Seconds, int, Code, Code]]:
-        """Pairs of layouts for a ``send_receive``, with lower bounds of seconds, and moves; best first."""
+    def _candidates(self, ahead: _Side, back: _Side, bound: Seconds, same: bool) -> list[tuple[Seconds, Code, Code]]:
+        """Pairs of layouts for a ``send_receive``, with lower bounds of the whole path, lowest first."""
         found = []
-        arrivals = list(back.ends())
+        arrivals = [(far.seconds, right, back.space.partial(right)) for right, far in back.ends.items()]
         large = back.mesh.size >= MANY_DEVICES
-        for near, left in ahead.ends():
+        for left, near in ahead.ends.items():
             summands = ahead.space.partial(left)
-            if summands and not same:
+            if near.seconds >= bound or (summands and not same):
                 continue
-            single = {step.other for step in ahead.space.steps(left)} if same else ()
-            for far, right in arrivals:
-                lower = near.seconds + far.seconds
-                if (
-                    lower >= bound
-                    or back.space.partial(right) != summands
-                    or (same and left == right)
-                    or right in single
-                ):
+            single = {left, *(step.other for step in ahead.space.steps(left))} if same else ()
+            for seconds, right, others in arrivals:
+                lower = near.seconds + seconds
+                if lower >= bound or others != summands or right in single:
                     continue
                 if large:
-                    lower += self._relayout(ahead, left, back, right, back.mesh.devices[-1:])
-                found.append((lower, near.hops + 1 + far.hops, left, right))
-        found.sort(key=lambda candidate: candidate[:2])
+                    lower += self._price(ahead, left, back, right, back.mesh.devices[-1:])
+                found.append((lower, left, right))
+        found.sort(key=lambda candidate: candidate[0])
         return found
 
-    def _relayout(
+    def _join(self, ahead: _Side, left: Code, back: _Side, right: Code) -> tuple[Seconds, int]:
+        """Seconds and moves of the path that goes from ``left`` to ``right`` directly."""
+        near, far = ahead.ends[left], back.ends[right]
+        return near.seconds + self._price(ahead, left, back, right) + far.seconds, near.hops + 1 + far.hops
+
+    def _price(
         self, ahead: _Side, left: Code, back: _Side, right: Code, receivers: tuple[Device, ...] | None = None
     ) -> Seconds:
-        """The price of going from ``left`` to ``right`` directly (for ``receivers`` alone: a lower bound)."""
+        """The price of laying ``left`` out as ``right``; for ``receivers`` alone, a lower bound."""
         source, target = (ahead.mesh, ahead.space.decode(left)), (back.mesh, back.space.decode(right))
         key = (self.shape, self.element_bytes, source, target, receivers)
         seconds = self.memo.transfers.get(key)
         if seconds is None:
             sent = copies(self.shape, self.element_bytes, source, target, receivers)
-            local = 0.0 if receivers else self.prices.local(back.space.elements(right) * self.element_bytes)
-            seconds = self.prices.transfer(sent) if sent else local
+            if sent:
+                seconds = self.prices.transfer(sent)
+            else:
+                size = back.space.elements(right) * self.element_bytes
+                seconds = 0.0 if receivers else self.prices.local(size)
             self.memo.transfers[key] = seconds
         return seconds
 
-    def _relabelled(self, ahead: _Side, back: _Side, goal: Code, ends: tuple[Code, Code] | None) -> tuple[Move, ...]:
-        """The moves of the best path, with the layouts at its ends written as the caller writes them."""
-        if ends is None:
-            moves = ahead.moves(goal)
-        else:
-            left, right = ends
-            source, target = (ahead.mesh, ahead.space.decode(left)), (back.mesh, back.space.decode(right))
-            silent = not copies(self.shape, self.element_bytes, source, target)
-            kind: ExchangeKind = "local" if silent else "send_receive"
-            moves = [*ahead.moves(left), Move(kind, (), *source, *target), *back.moves(right)]
-        moves[0] = replace(moves[0], source_mesh=self.source[0], source=self.source[1])
-        moves[-1] = replace(moves[-1], target_mesh=self.target[0], target=self.target[1])
-        return tuple(moves)
+    def _relayout(self, ahead: _Side, left: Code, back: _Side, right: Code) -> Move:
+        source, target = (ahead.mesh, ahead.space.decode(left)), (back.mesh, back.space.decode(right))
+        sends = bool(copies(self.shape, self.element_bytes, source, target))
+        return Move("send_receive" if sends else "local", (), *source, *target)

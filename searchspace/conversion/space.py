@@ -23,13 +23,14 @@ Code = tuple[int, ...]
 class Step(NamedTuple):
     """A move along ``axes`` (of the mesh) between the layout at hand and ``other``.
 
-    ``elements`` is the size of the largest buffer that prices the move.
+    ``elements`` is the size of the largest buffer that prices the move; ``slices`` marks R to S.
     """
 
     kind: ExchangeKind
     axes: tuple[int, ...]
     elements: int
     other: Code
+    slices: bool
 
 
 class Space:
@@ -152,6 +153,7 @@ class Space:
         here = self.elements(code)
         for before, after, kind in CHANGES:
             mine, others = (after, before) if reverse else (before, after)
+            slices = (before, after) == ("R", "S")
             positions = [i for i, c in enumerate(code) if self.kinds[c] == mine]
             for chosen in _subsets(positions):
                 if mine == "S" and not self._innermost(code, chosen):
@@ -173,7 +175,7 @@ class Space:
                     if size:
                         input_counts = kind in ("reduce_scatter", "all_to_all", "all_reduce")
                         elements = here if input_counts != reverse else size
-                        yield Step(kind, tuple(self.axes[i] for i in chosen), elements, there)
+                        yield Step(kind, tuple(self.axes[i] for i in chosen), elements, there, slices)
 
     def _is_max(self, code: Code) -> bool:
         return any(self.placements[c] == Partial("max") for c in code)
