@@ -1,23 +1,23 @@
 """The tree of exceptions.  Everything a user can cause is one of these.
 
-    AutoplanError
-    ├── ModelError              a model cannot be found, loaded or built
-    ├── CaptureError            the model cannot be turned into a graph
-    │   └── RuleError           a dimension rule is malformed or fails its verification
-    ├── PlanError               a plan is malformed, illegal, or made for something else
-    │   ├── PlanFileError       the JSON text cannot be read as a plan
-    │   ├── PlanMismatchError   another model, world size, or schema version
-    │   └── IllegalPlanError    a combination of choices that has no meaning
-    ├── ClusterError            the cluster description is unknown or empty
-    ├── SearchError             the search cannot start or continue
-    │   └── InfeasibleError     no plan satisfies the constraints (says by how much)
-    ├── ExecutionError          a program fails while it runs
-    │   ├── RankLostError       another rank died or stopped answering
-    │   └── NonFiniteError      NaN or infinity, decided by all ranks together
-    ├── CheckpointError         a checkpoint is incomplete or does not fit
-    ├── SweepError              a sweep's grid, its folder or its workers cannot be used
-    ├── ProfileError            a measurement store cannot be used
-    └── VerificationError       plan and single device disagree
+AutoplanError
+├── ModelError              a model cannot be found, loaded or built
+├── CaptureError            the model cannot be turned into a graph
+│   └── RuleError           a dimension rule is malformed or fails its verification
+├── PlanError               a plan is malformed, illegal, or made for something else
+│   ├── PlanFileError       the JSON text cannot be read as a plan
+│   ├── PlanMismatchError   another model, world size, or schema version
+│   └── IllegalPlanError    a combination of choices that has no meaning
+├── ClusterError            the cluster description is unknown or empty
+├── SearchError             the search cannot start or continue
+│   └── InfeasibleError     no plan satisfies the constraints (says by how much)
+├── ExecutionError          a program fails while it runs
+│   ├── RankLostError       another rank died or stopped answering
+│   └── NonFiniteError      NaN or infinity, decided by all ranks together
+├── CheckpointError         a checkpoint is incomplete or does not fit
+├── SweepError              a sweep's grid, its folder or its workers cannot be used
+├── ProfileError            a measurement store cannot be used
+└── VerificationError       plan and single device disagree
 """
 
 from __future__ import annotations
@@ -93,3 +93,7 @@ class ProfileError(AutoplanError):
 
 class VerificationError(AutoplanError):
     """A plan's results differ from the single device's."""
+
+
+class AutoplanWarning(UserWarning):
+    """Something works, but not as well as it could: an operator that is replicated for want of a rule."""
