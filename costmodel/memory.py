@@ -7,7 +7,7 @@ several operators save is kept once.  Between forward and backward the runtime k
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from costmodel.optimizer import state_bytes
@@ -57,15 +57,15 @@ def parameter_bytes(
 ) -> ParameterBytes:
     """Bytes of a parameter of which a device stores ``stored`` elements and updates ``updated``.
 
-    ``gradients`` are the elements of each gradient buffer that is alive at once: accumulated on the
-    stage, and as the optimizer reads it where that is another layout.  With ``shared`` the optimizer
+    ``gradients`` are the elements of its gradient as it accumulates on the stage, and as the optimizer reads
+    it where that is another layout: one parameter after the other goes from the first to the second.  With ``shared`` the optimizer
     steps on the stored elements themselves, otherwise on a copy in ``master_dtype``.  Gradients are
     accumulated and reduced in ``master_dtype``.
     """
     size, master_size = DTYPE_BYTES[dtype], DTYPE_BYTES[master_dtype]
     return ParameterBytes(
         stored=stored * size,
-        gradient=sum(gradients) * master_size,
+        gradient=max(gradients, default=0) * master_size,
         master=0 if shared else updated * master_size,
         state=state_bytes(updated, optimizer, master_dtype),
     )
@@ -77,7 +77,8 @@ class StorageUse:
 
     ``inputs``, ``outputs`` and ``saved`` are keys of buffers, ``sizes`` the bytes of the outputs.
     ``view``: the outputs share the storage of the first input.  ``extra``: bytes saved besides.
-    ``wants`` says which inputs get a gradient.
+    ``transient``: bytes that the operator itself needs while it runs.  ``wants`` says which inputs
+    get a gradient.
     """
 
     inputs: tuple[Hashable, ...]
@@ -85,8 +86,26 @@ class StorageUse:
     sizes: tuple[Bytes, ...]
     saved: tuple[Hashable, ...] = ()
     extra: Bytes = 0
+    transient: Bytes = 0
     view: bool = False
     wants: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class SegmentUse:
+    """A segment: its operators, what arrives for it, and what the runtime keeps of it until its backward.
+
+    ``arriving``: bytes of inputs that no operator of the stage makes (converted, received), and whether the
+    segment's recompute region makes them again.
+    ``gathered``: bytes of parameters that are there only while the segment runs, forward and backward.
+    ``kept``: keys of inputs and outputs.  ``region``: the recompute region, or None.
+    """
+
+    operators: tuple[StorageUse, ...]
+    arriving: tuple[tuple[Hashable, Bytes, bool], ...] = ()
+    gathered: Bytes = 0
+    kept: tuple[Hashable, ...] = ()
+    region: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,88 +122,126 @@ class ActivationMemory:
 
 
 def activation_memory(
-    operators: Sequence[StorageUse],
-    arriving: Mapping[Hashable, Bytes],
-    kept: Iterable[Hashable] = (),
-    resident: Mapping[Hashable, Bytes] | None = None,
-    backward: bool = True,
+    segments: Sequence[SegmentUse], resident: Mapping[Hashable, Bytes] | None = None, backward: bool = True
 ) -> ActivationMemory:
-    """Sweep ``operators`` forward, then backward.
+    """Sweep a stage's segments forward, then backward.
 
-    ``arriving`` are the bytes of buffers that come from elsewhere, ``kept`` the buffers that stay until
-    their backward although no operator saves them, ``resident`` buffers that are counted elsewhere
-    (parameters); the gradient of one is alive only while it is added to where it accumulates.
-    Without ``backward`` nothing is saved.
+    ``resident`` buffers are counted elsewhere (parameters); the gradient of one lives only until it is
+    added to where it accumulates.  Of a recompute region only what comes from outside is kept; the rest
+    is there again while the region runs backward.  Without ``backward`` nothing is kept.
     """
-    residents = resident or {}
-    root: dict[Hashable, Hashable] = {}
-    size: dict[Hashable, Bytes] = {}
+    sweep = _Sweep(segments, resident or {}, backward)
+    forward = sweep.forward()
+    return ActivationMemory(sweep.saved, forward, sweep.backward()) if backward else ActivationMemory(0, forward, 0)
 
-    def storage(key: Hashable) -> Hashable:
-        return root.get(key, key)
 
-    for key, count in arriving.items():
-        size[key] = count
-    for use in operators:
-        for key, count in zip(use.outputs, use.sizes, strict=True):
-            if use.view and use.inputs:
-                root[key] = storage(use.inputs[0])
-            else:
-                size[key] = count
+class _Sweep:
+    """Storages, who keeps them, and the two passes."""
 
-    # Kept storages are released, in backward, by the first operator in forward order that touches them.
-    holder: dict[Hashable, int] = {}
-    last: dict[Hashable, int] = {}
-    saved_keys = {storage(key): None for key in kept} if backward else {}
-    for index, use in enumerate(operators):
-        if backward:
-            saved_keys.update((storage(key), None) for key in use.saved)
-        for key in use.inputs + use.outputs:
-            holder.setdefault(storage(key), index)
-            last[storage(key)] = index
-    saved_keys = {key: None for key in saved_keys if key in size and key not in residents}
-    extra = sum(use.extra for use in operators) if backward else 0
-    saved = sum(size[key] for key in saved_keys) + extra
+    def __init__(self, segments: Sequence[SegmentUse], resident: Mapping[Hashable, Bytes], backward: bool) -> None:
+        self.segments, self.resident = segments, resident
+        self.root: dict[Hashable, Hashable] = {}
+        self.size: dict[Hashable, Bytes] = {}
+        self.first: dict[Hashable, int] = {}
+        self.last: dict[Hashable, int] = {}
+        keeps: list[dict[Hashable, None]] = []
+        index = 0
+        for segment in segments:
+            for key, count, _ in segment.arriving:
+                self.size.setdefault(key, count)
+            keep: dict[Hashable, None] = dict.fromkeys(segment.kept) if backward else {}
+            for use in segment.operators:
+                for key, count in zip(use.outputs, use.sizes, strict=True):
+                    if use.view and use.inputs:
+                        self.root[key] = self.storage(use.inputs[0])
+                    else:
+                        self.size[key] = count
+                if backward:
+                    keep.update(dict.fromkeys(use.saved))
+                for key in use.inputs + use.outputs:
+                    self.first.setdefault(self.storage(key), index)
+                    self.last[self.storage(key)] = index
+                index += 1
+            keeps.append({self.storage(key): None for key in keep})
+        self.kept: dict[Hashable, None] = {}
+        self.again: dict[int, dict[Hashable, None]] = {}
+        made: dict[int, dict[Hashable, None]] = {}
+        for segment in segments:
+            if segment.region is not None:
+                inside = made.setdefault(segment.region, {})
+                inside.update((self.storage(key), None) for use in segment.operators for key in use.outputs)
+                inside.update((key, None) for key, _, remade in segment.arriving if remade)
+        for segment, keep in zip(segments, keeps, strict=True):
+            for key in keep:
+                if key in self.size and key not in resident:
+                    region = segment.region
+                    remade = region is not None and key in made[region]
+                    (self.again.setdefault(region or 0, {}) if remade else self.kept)[key] = None
+        self.extra = sum(use.extra for s in segments if s.region is None for use in s.operators) if backward else 0
+        self.saved: Bytes = sum(self.size[key] for key in self.kept) + self.extra
+        self.with_backward = backward
 
-    # Forward: everything made so far, less what nobody reads any more.
-    leaving: dict[int, list[Hashable]] = {}
-    for key, index in last.items():
-        if key not in saved_keys and key in size:
-            leaving.setdefault(index, []).append(key)
-    live = sum(count for key, count in arriving.items() if key not in residents)
-    peak_forward = live
-    for index, use in enumerate(operators):
-        if not use.view:
-            live += sum(use.sizes)
-        live += use.extra if backward else 0
-        peak_forward = max(peak_forward, live)
-        live -= sum(size[key] for key in leaving.get(index, ()) if key not in residents)
-    if not backward:
-        return ActivationMemory(0, peak_forward, 0)
+    def storage(self, key: Hashable) -> Hashable:
+        return self.root.get(key, key)
 
-    releasing: dict[int, list[Hashable]] = {}
-    for key in saved_keys:
-        releasing.setdefault(holder.get(key, 0), []).append(key)
-    gradients: dict[Hashable, Bytes] = {}
-    held, peak_backward = saved, saved
-    for index in reversed(range(len(operators))):
-        use = operators[index]
-        transient = 0
-        for key, want in zip(use.inputs, use.wants, strict=False):
-            source = storage(key)
-            if want and source in residents:
-                transient += residents[source]
-            elif want:
-                gradients.setdefault(source, size.get(source, 0))
-        for key in use.outputs:
-            if use.wants and any(use.wants):
-                gradients.setdefault(storage(key), size.get(storage(key), 0))
-        peak_backward = max(peak_backward, held + sum(gradients.values()) + transient)
-        if not use.view:
-            for key in use.outputs:
-                gradients.pop(storage(key), None)
-        held -= use.extra + sum(size[key] for key in releasing.get(index, ()))
-    return ActivationMemory(saved, peak_forward, peak_backward)
+    def forward(self) -> Bytes:
+        """Everything made so far, less what nobody reads any more."""
+        leaving: dict[int, list[Hashable]] = {}
+        for key, index in self.last.items():
+            if key not in self.kept and key in self.size and key not in self.resident:
+                leaving.setdefault(index, []).append(key)
+        live = peak = index = 0
+        for segment in self.segments:
+            live += sum(count for key, count, _ in segment.arriving if key not in self.resident)
+            for use in segment.operators:
+                live += 0 if use.view else sum(use.sizes)
+                if self.with_backward and segment.region is None:
+                    live += use.extra
+                peak = max(peak, live + segment.gathered + use.transient)
+                live -= sum(self.size[key] for key in leaving.get(index, ()))
+                index += 1
+        return peak
+
+    def backward(self) -> Bytes:
+        """What is kept, what is recomputed, and the gradients on their way."""
+        releasing: dict[int, list[Hashable]] = {}
+        for key in {**self.kept, **{key: None for group in self.again.values() for key in group}}:
+            releasing.setdefault(self.first.get(key, 0), []).append(key)
+        gradients: dict[Hashable, Bytes] = {}
+        flowing = 0
+        held = peak = self.saved
+        index = sum(len(segment.operators) for segment in self.segments)
+        recomputed: set[int] = set()
+        for segment in reversed(self.segments):
+            if segment.region is not None and segment.region not in recomputed:
+                recomputed.add(segment.region)
+                held += sum(self.size[key] for key in self.again.get(segment.region, ()) if key not in self.kept)
+                held += sum(use.extra for s in self.segments if s.region == segment.region for use in s.operators)
+            for use in reversed(segment.operators):
+                index -= 1
+                transient = use.transient
+                differentiable = any(use.wants)
+                for key in use.outputs if differentiable else ():
+                    flowing += self._begin(gradients, self.storage(key))
+                for key, want in zip(use.inputs, use.wants, strict=False):
+                    source = self.storage(key)
+                    if want and source in self.resident:
+                        transient += self.resident[source]
+                    elif want:
+                        flowing += self._begin(gradients, source)
+                peak = max(peak, held + flowing + transient + segment.gathered)
+                if not use.view:
+                    flowing -= sum(gradients.pop(self.storage(key), 0) for key in use.outputs)
+                held -= use.extra + sum(self.size[key] for key in releasing.get(index, ()))
+            # The gradient of what arrived has been converted and handed on.
+            flowing -= sum(gradients.pop(key, 0) for key, _, _ in segment.arriving)
+        return peak
+
+    def _begin(self, gradients: dict[Hashable, Bytes], key: Hashable) -> Bytes:
+        if key in gradients or key in self.resident:
+            return 0
+        gradients[key] = self.size.get(key, 0)
+        return gradients[key]
 
 
 def with_allowance(activations: Bytes, devices: int) -> Bytes:

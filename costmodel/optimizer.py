@@ -17,27 +17,27 @@ from searchspace.graph import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """``states`` values are kept per parameter; a step reads and writes ``traffic`` values in ``kernels`` passes."""
+    """Values per parameter: ``states`` kept, ``traffic`` read and written by a step, ``temporaries`` alive in it."""
 
     states: int
     traffic: int
-    kernels: int
+    temporaries: int = 1
 
 
 OPTIMIZERS: Mapping[str, OptimizerCost] = {
     "none": OptimizerCost(0, 0, 0),
-    "sgd": OptimizerCost(0, 3, 1),  # p += -lr g
-    "momentum": OptimizerCost(1, 8, 3),  # buf *= mu; buf += g; p += -lr buf
-    "adagrad": OptimizerCost(1, 12, 5),
-    "rmsprop": OptimizerCost(1, 14, 6),
-    "adadelta": OptimizerCost(2, 24, 10),
+    "sgd": OptimizerCost(0, 3, 0),  # p += -lr g
+    "momentum": OptimizerCost(1, 8, 0),  # buf *= mu; buf += g; p += -lr buf
+    "adagrad": OptimizerCost(1, 12),
+    "rmsprop": OptimizerCost(1, 14),
+    "adadelta": OptimizerCost(2, 24),
     # p *= 1 - lr wd; m.lerp_(g); v *= b2; v += g g; s = sqrt v; s /= c; s += eps; p += m / s
-    "adam": OptimizerCost(2, 19, 7),
-    "adamw": OptimizerCost(2, 21, 8),
-    "adamax": OptimizerCost(2, 19, 8),
-    "nadam": OptimizerCost(2, 24, 10),
-    "radam": OptimizerCost(2, 24, 10),
-    "lion": OptimizerCost(1, 12, 5),
+    "adam": OptimizerCost(2, 19),
+    "adamw": OptimizerCost(2, 21),
+    "adamax": OptimizerCost(2, 19),
+    "nadam": OptimizerCost(2, 24),
+    "radam": OptimizerCost(2, 24),
+    "lion": OptimizerCost(1, 12),
 }
 
 
@@ -54,8 +54,10 @@ def state_bytes(elements: int, optimizer: str, dtype: str = "float32") -> Bytes:
 
 
 def step_seconds(elements: int, optimizer: str, device: DeviceSpec, dtype: str = "float32") -> Seconds:
-    """One step on ``elements`` parameters: memory bound."""
-    cost = optimizer_cost(optimizer)
-    if not elements or not cost.kernels:
-        return 0.0
-    return cost.kernels * device.launch + cost.traffic * elements * DTYPE_BYTES[dtype] / device.memory_rate
+    """One step on ``elements`` parameters: memory bound, and linear (kernels take many parameters at once)."""
+    return optimizer_cost(optimizer).traffic * elements * DTYPE_BYTES[dtype] / device.memory_rate
+
+
+def step_bytes(elements: int, optimizer: str, dtype: str = "float32") -> Bytes:
+    """Bytes of temporaries while the optimizer steps on ``elements`` parameters."""
+    return optimizer_cost(optimizer).temporaries * elements * DTYPE_BYTES[dtype]

@@ -54,15 +54,16 @@ def simulate(
     reads: Mapping[Edge, Seconds],
     returns: Mapping[Edge, Seconds] | None = None,
     release: Sequence[Seconds] = (),
+    extra: Mapping[Task, Seconds] | None = None,
 ) -> Timeline:
     """Run ``lanes``.
 
     ``seconds`` is the duration by stage and phase (0 if absent); ``reads[p, s]`` the time until what stage p
     computed has reached stage s, ``returns[p, s]`` the time until the gradient of s has reached p.
-    ``release`` says when each lane may begin.  Raises IllegalPlanError with the tasks that wait for each
+    ``release`` says when each lane may begin, ``extra`` prolongs single tasks.  Raises IllegalPlanError with the tasks that wait for each
     other when the orders contradict.
     """
-    returns = returns or {}
+    returns, extra = returns or {}, extra or {}
     lanes = tuple(tuple(lane) for lane in lanes)
     homes: dict[int, list[int]] = {}
     for index, lane in enumerate(lanes):
@@ -111,7 +112,7 @@ def simulate(
             if blocker is not None:
                 waiting.setdefault(blocker, []).append(at)
                 break
-            duration = seconds.get((stage, phase), 0.0)
+            duration = seconds.get((stage, phase), 0.0) + extra.get(task, 0.0)
             start[task], end[task] = ready, ready + duration
             for i in together:
                 free[i] = ready + duration
