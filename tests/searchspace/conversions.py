@@ -6,10 +6,10 @@ from itertools import product
 
 import numpy as np
 
-from searchspace.conversion import Path, Placed, Prices, check_coverage, cheapest_path, lower
+from searchspace.conversion import Path, Placed, Prices, cheapest_path, check_coverage, lower
 from searchspace.conversion.simulate import Array, execute, gather, scatter
 from searchspace.errors import IllegalPlanError
-from searchspace.layout import Layout, Partial, Placement, R, Shape, Split, is_partial, region_of, whole
+from searchspace.layout import Layout, Partial, Placement, R, Reduction, Shape, Split, is_partial, region_of, whole
 from searchspace.mesh import Mesh
 
 
@@ -29,11 +29,11 @@ def legal(shape: Shape, layout: Layout, mesh: Mesh) -> bool:
 
 
 def layouts(
-    shape: Shape, mesh: Mesh, units: dict[int, tuple[int, ...]] | None = None, partial: Partial | None = Partial()
+    shape: Shape, mesh: Mesh, units: dict[int, tuple[int, ...]] | None = None, reduction: Reduction = "sum"
 ) -> list[Layout]:
     """Every legal layout, in the given units by dimension (1 by default)."""
     splits = [Split(d, u) for d in range(len(shape)) for u in (units or {}).get(d, (1,))]
-    placements: list[Placement] = [R, *([partial] if partial else []), *splits]
+    placements: list[Placement] = [R, Partial(reduction), *splits]
     return [layout for layout in product(placements, repeat=len(mesh.axes)) if legal(shape, layout, mesh)]
 
 

@@ -30,7 +30,7 @@ PRICES = ElementCount(8)
 
 
 def _pairs(mesh, shape, reduction="sum"):
-    found = layouts(shape, mesh, SHAPES[shape], Partial(reduction))
+    found = layouts(shape, mesh, SHAPES[shape], reduction)
     return list(product(found, repeat=2))
 
 
