@@ -32,7 +32,10 @@ def evaluate(problem: Problem, assignment: Assignment) -> Evaluation:
         cost += float(node.costs[strategy])
         usage = usage + node.usages[strategy]
     for edge in problem.edges:
-        cost += float(edge.costs[assignment[edge.source], assignment[edge.target]])
+        pair = assignment[edge.source], assignment[edge.target]
+        cost += float(edge.costs[pair])
+        if edge.usages is not None:
+            usage = usage + edge.usages[pair]
     return Evaluation(cost, usage, bool(np.isfinite(cost)) and within(usage, problem.limits))
 
 

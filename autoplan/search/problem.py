@@ -1,7 +1,7 @@
 """The strategy selection problem: one strategy per node, minimal cost, bounded use of resources.
 
 Node ``i`` has ``K_i`` strategies, each with a cost and with its use of ``M`` resources; an edge has
-a cost for each pair of strategies of its two nodes.  ``inf`` forbids.  The evaluator
+a cost (and may have a use) for each pair of strategies of its two nodes.  ``inf`` forbids.  The evaluator
 (``evaluator.py``) is the referee; the solver (``solver.py``) never overrules it.
 """
 
@@ -42,11 +42,15 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """``costs[a, b]``: cost when node ``source`` takes strategy a and node ``target`` strategy b."""
+    """``costs[a, b]``: cost when node ``source`` takes strategy a and node ``target`` strategy b.
+
+    ``usages``, where given, has shape (K_source, K_target, M).
+    """
 
     source: int
     target: int
     costs: Costs
+    usages: Costs | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +76,11 @@ class Problem:
                 raise SearchError(
                     f"edge {self.nodes[edge.source].name!r} -> {self.nodes[edge.target].name!r}: "
                     f"expected costs of shape {expected}, got {edge.costs.shape}"
+                )
+            if edge.usages is not None and edge.usages.shape != (*expected, len(self.limits)):
+                raise SearchError(
+                    f"edge {self.nodes[edge.source].name!r} -> {self.nodes[edge.target].name!r}: "
+                    f"expected usages of shape {(*expected, len(self.limits))}, got {edge.usages.shape}"
                 )
             if np.isnan(edge.costs).any():
                 raise SearchError(

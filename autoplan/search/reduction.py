@@ -30,15 +30,22 @@ class Reduction:
         return tuple(int(kept[s]) for kept, s in zip(self.kept, assignment, strict=True))
 
 
-def sum_parallel(edges: Sequence[Edge]) -> dict[tuple[int, int], Costs]:
-    """Edge tables by (lower node, higher node), parallel edges added, in order of appearance."""
-    tables: dict[tuple[int, int], Costs] = {}
+def sum_parallel(edges: Sequence[Edge]) -> tuple[Edge, ...]:
+    """At most one edge for each pair of nodes, from the lower to the higher, in order of appearance."""
+    merged: dict[tuple[int, int], Edge] = {}
     for edge in edges:
-        pair, table = (edge.source, edge.target), edge.costs
         if edge.source > edge.target:
-            pair, table = (edge.target, edge.source), edge.costs.T
-        tables[pair] = tables[pair] + table if pair in tables else table
-    return tables
+            usages = None if edge.usages is None else edge.usages.transpose(1, 0, 2)
+            edge = Edge(edge.target, edge.source, edge.costs.T, usages)
+        pair = (edge.source, edge.target)
+        if pair in merged:
+            other = merged[pair]
+            usages = edge.usages if other.usages is None else other.usages
+            if edge.usages is not None and other.usages is not None:
+                usages = edge.usages + other.usages
+            edge = Edge(*pair, edge.costs + other.costs, usages)
+        merged[pair] = edge
+    return tuple(merged.values())
 
 
 def reduce(problem: Problem, dominance: bool = True) -> Reduction:
@@ -46,29 +53,35 @@ def reduce(problem: Problem, dominance: bool = True) -> Reduction:
 
     Raises InfeasibleError when some node keeps no strategy.
     """
-    tables = sum_parallel(problem.edges)
-    near: list[list[tuple[int, tuple[int, int]]]] = [[] for _ in problem.nodes]
-    for pair in tables:
-        near[pair[0]].append((pair[1], pair))
-        near[pair[1]].append((pair[0], pair))
+    merged = sum_parallel(problem.edges)
+    near: list[list[tuple[int, Edge]]] = [[] for _ in problem.nodes]
+    for edge in merged:
+        near[edge.source].append((edge.target, edge))
+        near[edge.target].append((edge.source, edge))
     kept: list[Kept] = [np.flatnonzero(np.isfinite(node.costs)) for node in problem.nodes]
 
-    def rows(v: int, other: int, pair: tuple[int, int]) -> Costs:
-        table = tables[pair] if pair[0] == v else tables[pair].T
-        return table[np.ix_(kept[v], kept[other])]
+    def rows(v: int, other: int, table: Costs, forward: bool) -> Costs:
+        """The table seen from node ``v``: its strategies first, those that are left."""
+        seen = table if forward else table.swapaxes(0, 1)
+        return seen[np.ix_(kept[v], kept[other])]
 
     pending = list(range(len(problem.nodes)))
     while pending:
         again: dict[int, None] = {}
         for v in pending:
-            around = [rows(v, other, pair) for other, pair in near[v]]
+            around = [rows(v, other, edge.costs, edge.source == v) for other, edge in near[v]]
             alive = np.ones(len(kept[v]), dtype=bool)
             for table in around:
                 alive &= np.isfinite(table).any(axis=1)
             if dominance:
                 node = problem.nodes[v]
+                used = [
+                    rows(v, other, edge.usages, edge.source == v)[alive]
+                    for other, edge in near[v]
+                    if edge.usages is not None
+                ]
                 alive[alive] = _undominated(
-                    node.costs[kept[v]][alive], node.usages[kept[v]][alive], [table[alive] for table in around]
+                    node.costs[kept[v]][alive], node.usages[kept[v]][alive], [table[alive] for table in around], used
                 )
             if not alive.any():
                 raise InfeasibleError(
@@ -81,12 +94,23 @@ def reduce(problem: Problem, dominance: bool = True) -> Reduction:
     nodes = tuple(
         Node(node.name, node.costs[keep], node.usages[keep]) for node, keep in zip(problem.nodes, kept, strict=True)
     )
-    edges = tuple(Edge(a, b, table[np.ix_(kept[a], kept[b])]) for (a, b), table in tables.items())
+    edges = tuple(
+        Edge(
+            e.source,
+            e.target,
+            rows(e.source, e.target, e.costs, True),
+            None if e.usages is None else rows(e.source, e.target, e.usages, True),
+        )
+        for e in merged
+    )
     return Reduction(Problem(nodes, edges, problem.limits), tuple(kept))
 
 
-def _undominated(costs: Costs, usages: Costs, around: Sequence[Costs]) -> NDArray[np.bool_]:
-    """Which strategies no other one beats: in cost with the worst case of every edge, and in each usage."""
+def _undominated(costs: Costs, usages: Costs, around: Sequence[Costs], used: Sequence[Costs]) -> NDArray[np.bool_]:
+    """Which strategies no other one beats: in cost with the worst case of every edge, and so in each usage.
+
+    ``around`` are the edges' cost tables (K, K'), ``used`` their usages (K, K', M).
+    """
     size = len(costs)
     worst = costs[:, None] - costs[None, :]
     for table in around:
@@ -94,7 +118,10 @@ def _undominated(costs: Costs, usages: Costs, around: Sequence[Costs]) -> NDArra
             difference = table[:, None, :] - table[None, :, :]
         difference[np.isnan(difference)] = -np.inf  # both forbidden
         worst = worst + difference.max(axis=2)
-    beats = (worst <= 0) & (usages[:, None, :] <= usages[None, :, :]).all(axis=2)
+    more = usages[:, None, :] - usages[None, :, :]
+    for table in used:
+        more = more + (table[:, None] - table[None, :]).max(axis=2)
+    beats = (worst <= 0) & (more <= 0).all(axis=2)
     alive = np.ones(size, dtype=bool)
     for loser in range(size):  # one at a time, so that two equal strategies do not drop each other
         rivals = beats[:, loser] & alive

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy.optimize import linprog
@@ -63,7 +63,7 @@ def solve(problem: Problem, options: SolverOptions | None = None) -> Solution:
     options = options or SolverOptions()
     if not problem.nodes:
         return Solution((), evaluate(problem, ()), 0.0, "optimal")
-    order = elimination_order([len(n.costs) for n in problem.nodes], list(sum_parallel(problem.edges)))
+    order = elimination_order([len(n.costs) for n in problem.nodes], [(e.source, e.target) for e in problem.edges])
     if order.widest <= options.max_entries:
         free = _Pricing(problem, order).at(np.zeros(len(problem.limits)))
         if free.evaluation.feasible:
@@ -109,15 +109,15 @@ class _Pricing:
     def __init__(self, problem: Problem, order: Order) -> None:
         self.problem = problem
         self.order = order
-        self.pairs = [(a, b, table) for (a, b), table in sum_parallel(problem.edges).items()]
+        self.edges = sum_parallel(problem.edges)
 
     def at(self, prices: Costs, only_usage: bool = False) -> _Point:
-        nodes, pairs = self.problem.nodes, self.pairs
-        if only_usage:
-            unary = [np.where(np.isfinite(n.costs), n.usages @ prices, np.inf) for n in nodes]
-            pairs = [(a, b, np.where(np.isfinite(table), 0.0, np.inf)) for a, b, table in pairs]
-        else:
-            unary = [n.costs + n.usages @ prices for n in nodes]
+        def priced(costs: Costs, usages: Costs | None) -> Costs:
+            table = np.where(np.isfinite(costs), 0.0, np.inf) if only_usage else costs
+            return table if usages is None else table + usages @ prices
+
+        unary = [priced(n.costs, n.usages) for n in self.problem.nodes]
+        pairs = [(e.source, e.target, priced(e.costs, e.usages)) for e in self.edges]
         value, assignment = minimise(self.order, unary, pairs)
         return _Point(assignment, evaluate(self.problem, assignment), value)
 
@@ -193,21 +193,21 @@ def _integer_program(problem: Problem, options: SolverOptions, hint: Solution | 
         model.add_exactly_one(chosen)
         terms += chosen
         weights += [int(c) for c in np.floor(node.costs * scale)]
-    for edge in edges:
-        _add_edge(model, edge, pick, scale, terms, weights)
+    chosen_pairs = [_add_edge(model, edge, pick, scale, terms, weights) for edge in edges]
     for resource in np.flatnonzero(np.isfinite(problem.limits)):
         limit = float(problem.limits[resource])
-        largest = sum(float(np.abs(n.usages[:, resource]).max()) for n in nodes)
+        uses = [
+            (x, float(u))
+            for n, xs in zip(nodes, pick, strict=True)
+            for x, u in zip(xs, n.usages[:, resource], strict=True)
+        ]
+        for edge, pairs in zip(edges, chosen_pairs, strict=True):
+            if edge.usages is not None:
+                uses += [(y, float(edge.usages[a, b, resource])) for (a, b), y in pairs.items()]
+        largest = max((abs(u) for _, u in uses), default=0.0)
         unit = 2.0 ** np.floor(44 - np.log2(abs(limit) or largest or 1.0))
-        allowance = int(np.floor(limit * unit)) + len(nodes)  # rounding only; the referee has the last word
-        model.add(
-            sum(
-                int(np.floor(u * unit)) * x
-                for node, chosen in zip(nodes, pick, strict=True)
-                for u, x in zip(node.usages[:, resource], chosen, strict=True)
-            )
-            <= allowance
-        )
+        allowance = int(np.floor(limit * unit)) + len(nodes) + len(edges)  # rounding; the referee has the last word
+        model.add(sum(int(np.floor(u * unit)) * x for x, u in uses if u) <= allowance)
     objective = cp_model.LinearExpr.weighted_sum(terms, weights)
     model.minimize(objective)
     if hint is not None:
@@ -247,11 +247,13 @@ def _normalised(problem: Problem) -> tuple[float, list[Node], list[Edge]]:
     for edge in problem.edges:
         least = float(edge.costs.min())
         offset += least
-        edges.append(Edge(edge.source, edge.target, edge.costs - least))
+        edges.append(Edge(edge.source, edge.target, edge.costs - least, edge.usages))
     return offset, nodes, edges
 
 
-def _add_edge(model, edge: Edge, pick, scale: float, terms: list, weights: list[int]) -> None:  # type: ignore[no-untyped-def]
+def _add_edge(
+    model: Any, edge: Edge, pick: Sequence[Sequence[Any]], scale: float, terms: list[Any], weights: list[int]
+) -> dict[tuple[int, int], Any]:
     """One boolean per allowed pair; each strategy is the sum of its pairs."""
     pairs = {
         (int(a), int(b)): model.new_bool_var(f"{edge.source}={a},{edge.target}={b}")
@@ -266,3 +268,4 @@ def _add_edge(model, edge: Edge, pick, scale: float, terms: list, weights: list[
         if weight:
             terms.append(y)
             weights.append(weight)
+    return pairs

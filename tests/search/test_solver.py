@@ -32,9 +32,10 @@ def random_problem(seed: int, resources: int = 1, tightness: float | None = 0.5)
         a, b = rng.choice(count, size=2, replace=False)
         table = draw(sizes[a], sizes[b])
         table[rng.random(table.shape) < 0.15] = np.inf
-        edges.append(Edge(int(a), int(b), table))
-    low = sum(n.usages.min(axis=0) for n in nodes)
-    high = sum(n.usages.max(axis=0) for n in nodes)
+        uses = draw(sizes[a], sizes[b], resources) if rng.random() < 0.4 else None
+        edges.append(Edge(int(a), int(b), table, uses))
+    uses = [n.usages for n in nodes] + [e.usages.reshape(-1, resources) for e in edges if e.usages is not None]
+    low, high = sum(u.min(axis=0) for u in uses), sum(u.max(axis=0) for u in uses)
     limits = np.full(resources, np.inf) if tightness is None else low + (high - low) * tightness * rng.random(resources)
     return Problem(nodes, tuple(edges), limits)
 

@@ -15,22 +15,22 @@ from tests.search.models import feed_forward, gpt
 EIGHT = ClusterInfo(name="cpu:1x8", devices=8)
 
 COMBINATIONS = {
-    "dp": dict(dp=4),
-    "tp": dict(tp=4),
-    "tp+sp": dict(tp=2, sequence=True),
-    "pp-1f1b": dict(pp=4, micro_batches=4),
-    "pp-gpipe": dict(pp=2, micro_batches=4, schedule="gpipe"),
-    "dp x tp": dict(dp=2, tp=2),
-    "dp x pp": dict(dp=2, pp=2, micro_batches=2),
-    "tp x pp": dict(tp=2, pp=2, micro_batches=2),
-    "dp x tp x pp": dict(dp=2, tp=2, pp=2, micro_batches=4, sequence=True),
-    "zero1": dict(dp=4, zero=1),
-    "zero2": dict(dp=4, zero=2, micro_batches=2),
-    "zero3": dict(dp=4, zero=3),
-    "zero3 x tp": dict(dp=2, tp=2, zero=3),
-    "recompute": dict(dp=2, recompute=True, micro_batches=2),
-    "uneven stages": dict(pp=2, stage_sizes=(3, 1), micro_batches=2),
-    "one device": dict(),
+    "dp": {"dp": 4},
+    "tp": {"tp": 4},
+    "tp+sp": {"tp": 2, "sequence": True},
+    "pp-1f1b": {"pp": 4, "micro_batches": 4},
+    "pp-gpipe": {"pp": 2, "micro_batches": 4, "schedule": "gpipe"},
+    "dp x tp": {"dp": 2, "tp": 2},
+    "dp x pp": {"dp": 2, "pp": 2, "micro_batches": 2},
+    "tp x pp": {"tp": 2, "pp": 2, "micro_batches": 2},
+    "dp x tp x pp": {"dp": 2, "tp": 2, "pp": 2, "micro_batches": 4, "sequence": True},
+    "zero1": {"dp": 4, "zero": 1},
+    "zero2": {"dp": 4, "zero": 2, "micro_batches": 2},
+    "zero3": {"dp": 4, "zero": 3},
+    "zero3 x tp": {"dp": 2, "tp": 2, "zero": 3},
+    "recompute": {"dp": 2, "recompute": True, "micro_batches": 2},
+    "uneven stages": {"pp": 2, "stage_sizes": (3, 1), "micro_batches": 2},
+    "one device": {},
 }
 
 
@@ -129,12 +129,12 @@ def test_balanced_equals_brute_force():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(dp=4, micro_batches=4), "a batch of 8 cannot be cut into 4 micro-batches for 4 data-parallel devices"),
-        (dict(dp=4, tp=4), "dp 4 x tp 4 x pp 1 = 16 devices; the cluster has 8"),
-        (dict(pp=2, stage_sizes=(2, 3), micro_batches=2), r"add up to 4 layers or 10 blocks, got \[2, 3\]"),
-        (dict(zero=4), "ZeRO level of 0, 1, 2 or 3, got 4"),
-        (dict(schedule="2f2b"), "'1f1b' or 'gpipe', got '2f2b'"),
-        (dict(dp=0), "expected dp >= 1, got 0"),
+        ({"dp": 4, "micro_batches": 4}, "a batch of 8 cannot be cut into 4 micro-batches for 4 data-parallel devices"),
+        ({"dp": 4, "tp": 4}, "dp 4 x tp 4 x pp 1 = 16 devices; the cluster has 8"),
+        ({"pp": 2, "stage_sizes": (2, 3), "micro_batches": 2}, r"add up to 4 layers or 10 blocks, got \[2, 3\]"),
+        ({"zero": 4}, "ZeRO level of 0, 1, 2 or 3, got 4"),
+        ({"schedule": "2f2b"}, "'1f1b' or 'gpipe', got '2f2b'"),
+        ({"dp": 0}, "expected dp >= 1, got 0"),
     ],
 )
 def test_messages(options, message):
