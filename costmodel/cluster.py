@@ -16,11 +16,9 @@ import json
 import re
 import tomllib
 import warnings
-from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -79,7 +77,7 @@ class Cluster:
     @property
     def size(self) -> int:
         """Number of devices."""
-        return self._ends[-1]
+        return len(self._node_of)
 
     @property
     def homogeneous(self) -> bool:
@@ -87,8 +85,8 @@ class Cluster:
         return all(node == self.nodes[0] for node in self.nodes)
 
     @cached_property
-    def _ends(self) -> tuple[int, ...]:
-        return tuple(accumulate(node.count for node in self.nodes))
+    def _node_of(self) -> tuple[int, ...]:
+        return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.count))
 
     @cached_property
     def _domains(self) -> tuple[int, ...]:
@@ -105,9 +103,9 @@ class Cluster:
 
     def node_of(self, device: Device) -> int:
         """The index of the node that holds ``device``."""
-        if not 0 <= device < self.size:
+        if not 0 <= device < len(self._node_of):
             raise ClusterError(f"cluster {self.name!r} has devices 0 to {self.size - 1}, not {device}")
-        return bisect_right(self._ends, device)
+        return self._node_of[device]
 
     def domain_of(self, device: Device) -> int:
         """The index of the fast-link domain that holds ``device`` (its node, unless a rack is one domain)."""

@@ -60,7 +60,8 @@ class DeviceSpec:
 
     Fields
         peak: operations per second by data type, dense, as ``(("bfloat16", 312e12), ...)``.
-        memory: bytes of device memory; ``reserved`` of them never reach the allocator.
+        memory: bytes of device memory; ``reserved`` of them never reach the allocator, and
+            ``communication`` are staging buffers where there are several devices.
         memory_bandwidth, memory_efficiency: peak rate, and the share that a large copy reaches.
         processors: multiprocessors (compute units, cores) that share a matrix product.
         matmul_efficiency: share of the peak that the best matrix product reaches.
@@ -77,6 +78,7 @@ class DeviceSpec:
     peak: tuple[tuple[str, FlopsPerSecond], ...]
     memory: Bytes
     reserved: Bytes
+    communication: Bytes
     memory_bandwidth: BytesPerSecond
     memory_efficiency: float
     processors: int
@@ -103,6 +105,9 @@ class DeviceSpec:
         _positive("launch", self.launch)
         _share("memory efficiency", self.memory_efficiency)
         _share("matmul efficiency", self.matmul_efficiency)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory))  # prices are looked up by device very often
 
     @property
     def usable_memory(self) -> Bytes:
@@ -135,12 +140,22 @@ def _share(what: str, value: float) -> None:
 
 
 _FIGURES: tuple[tuple[str, Dimension], ...] = (
-    ("memory.capacity", "bytes"), ("memory.reserved", "bytes"), ("memory.bandwidth", "bytes/s"),
-    ("memory.efficiency", "ratio"), ("compute.processors", "ratio"), ("compute.matmul_efficiency", "ratio"),
-    ("compute.launch", "seconds"), ("link.bandwidth", "bytes/s"), ("link.efficiency", "ratio"),
-    ("link.latency", "seconds"), ("nic.count", "ratio"), ("nic.bandwidth", "bytes/s"),
-    ("nic.efficiency", "ratio"), ("nic.latency", "seconds"),
-)  # fmt: skip
+    ("memory.capacity", "bytes"),
+    ("memory.reserved", "bytes"),
+    ("memory.communication", "bytes"),
+    ("memory.bandwidth", "bytes/s"),
+    ("memory.efficiency", "ratio"),
+    ("compute.processors", "ratio"),
+    ("compute.matmul_efficiency", "ratio"),
+    ("compute.launch", "seconds"),
+    ("link.bandwidth", "bytes/s"),
+    ("link.efficiency", "ratio"),
+    ("link.latency", "seconds"),
+    ("nic.count", "ratio"),
+    ("nic.bandwidth", "bytes/s"),
+    ("nic.efficiency", "ratio"),
+    ("nic.latency", "seconds"),
+)
 _OVERRIDES: Mapping[str, Dimension] = dict(_FIGURES)
 """What a cluster file may set for a device, by the figure's name; ``peak.<dtype>`` besides."""
 
@@ -182,11 +197,12 @@ def _device(name: str, data: Mapping[str, Any]) -> DeviceSpec:
     """A device from a preset file's content."""
     values: dict[str, float] = {}
     origins: dict[str, Source] = {}
-    named = [*_FIGURES, *((f"peak.{dtype}", "flop/s") for dtype in data["peak"])]
+    rate: Dimension = "flop/s"
+    named = [*_FIGURES, *((f"peak.{dtype}", rate) for dtype in data["peak"])]
     for figure, dimension in named:
         section, key = figure.split(".")
         text, source = data[section][key]
-        values[figure] = quantity(text, dimension)  # type: ignore[arg-type]
+        values[figure] = quantity(text, dimension)
         origins[figure] = sources()[source]
     return DeviceSpec(
         name=name,
@@ -196,6 +212,7 @@ def _device(name: str, data: Mapping[str, Any]) -> DeviceSpec:
         peak=tuple((dtype, values[f"peak.{dtype}"]) for dtype in data["peak"]),
         memory=round(values["memory.capacity"]),
         reserved=round(values["memory.reserved"]),
+        communication=round(values["memory.communication"]),
         memory_bandwidth=values["memory.bandwidth"],
         memory_efficiency=values["memory.efficiency"],
         processors=round(values["compute.processors"]),
@@ -239,6 +256,7 @@ def customised(base: DeviceSpec, figures: Mapping[str, str | int | float]) -> De
         peak=tuple(peak.items()),
         memory=round(get("memory.capacity", base.memory)),
         reserved=round(get("memory.reserved", base.reserved)),
+        communication=round(get("memory.communication", base.communication)),
         memory_bandwidth=get("memory.bandwidth", base.memory_bandwidth),
         memory_efficiency=get("memory.efficiency", base.memory_efficiency),
         processors=round(get("compute.processors", base.processors)),
@@ -262,10 +280,7 @@ def recognised(reported: str, memory: Bytes, backend: Backend = "cuda") -> tuple
     text = reported.lower().replace("-", " ")
     candidates = [preset(name) for name in preset_names() if preset(name).backend == backend]
     fitting = [
-        (len(match), spec)
-        for spec in candidates
-        for match in spec.matches
-        if match.lower().replace("-", " ") in text
+        (len(match), spec) for spec in candidates for match in spec.matches if match.lower().replace("-", " ") in text
     ]
     if fitting:
         longest = max(length for length, _ in fitting)

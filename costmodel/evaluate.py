@@ -9,7 +9,7 @@ simulates the order of tasks.  Communication is not overlapped with computation,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
 
@@ -23,7 +23,7 @@ from searchspace.layout import Partial, R
 from searchspace.mesh import Mesh
 from searchspace.plan import Prediction, Recipe
 from searchspace.resolve import EVERYWHERE, Adapter, ParameterHome, Resolution, Segment, Version
-from searchspace.schedule import Phase, Task
+from searchspace.schedule import Phase
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,9 @@ class _Evaluation:
         self.count = resolution.time.micro_batches
         self.training = resolution.training
         self.tallies = [_Tally() for _ in resolution.stages]
+        self._buffers: dict[object, int] = {}
+        self._seen: dict[int, int] = {}
+        """By identity; the resolution keeps its versions."""
 
     def run(self) -> Evaluation:
         for stage in self.resolution.stages:
@@ -131,7 +134,7 @@ class _Evaluation:
         for s in stages:
             kinds = dict(self.tallies[s].kinds)
             kinds |= {"synchronise": synchronise[s], "optimizer": step[s], "refresh": refresh[s]}
-            found.append(StageSeconds(**kinds, bubble=seconds - sum(kinds.values())))
+            found.append(StageSeconds(**kinds, bubble=max(0.0, seconds - sum(kinds.values()))))
         peaks, parameters = self._memory(timeline)
         limits = tuple(min(spec.usable_memory for spec in self.model.specs(self._mesh(s))) for s in stages)
         return Evaluation(seconds, peaks, limits, tuple(found), parameters, timeline)
@@ -360,7 +363,9 @@ class _Evaluation:
             base = everywhere + sum(parameters[s].total for s in here)
             running = max(memory_over_time(tasks, activations), default=0)
             running = max(running, sum(updated[s] for s in here) if self.training else 0)
-            peak = base + with_allowance(running, len(self.plan.devices))
+            peak = base + with_allowance(running)
+            if len(self.plan.devices) > 1:
+                peak += max(spec.communication for s in here for spec in model.specs(self._mesh(s)))
             for stage in here:
                 peaks[stage] = max(peaks[stage], peak)
         return tuple(peaks), tuple(parameters)
@@ -369,21 +374,23 @@ class _Evaluation:
         """What a micro-batch keeps and needs on a stage: from its segments in forward order."""
         resolution, graph, model, mesh = self.resolution, self.graph, self.model, self._mesh(stage)
         uses: list[SegmentUse] = []
-        resident: dict[object, Bytes] = {}
-        arrived: dict[object, None] = {}
+        resident: dict[int, Bytes] = {}
+        arrived: dict[int, None] = {}
         for segment in resolution.segments[stage]:
             if segment.kind != "main":
                 continue
             operators = []
             for name in segment.operators:
-                op = graph.operator[name]
-                versions = resolution.reads[stage, name] + resolution.produces[stage, name]
-                local = [model.shard(v.tensor, v.layout, mesh, v.time) for v in versions]
-                operators.append(model.storage_use(op, local, tuple(map(_key, versions))))
+                use = model.footprint(graph.operator[name], resolution.choices[stage, name], mesh)
+                keys = tuple(map(self._key, resolution.reads[stage, name] + resolution.produces[stage, name]))
+                count = len(use.inputs)
+                operators.append(
+                    replace(use, inputs=keys[:count], outputs=keys[count:], saved=tuple(keys[i] for i in use.saved))
+                )
             arriving = []
             gathered = 0
             for version in segment.inputs:
-                key = _key(version)
+                key = self._key(version)
                 size = model.bytes(version.tensor, version.layout, mesh, version.time)
                 if self._is_parameter(version):
                     resident[key] = model.bytes(
@@ -398,14 +405,17 @@ class _Evaluation:
                     arrived[key] = None
                     adapter = resolution.adapters.get(version)
                     arriving.append((key, size, adapter is not None and self._remade(adapter)))
-            kept = [_key(v) for v in (*segment.inputs, *segment.outputs)] if self._has_backward(segment) else []
+            kept = [self._key(v) for v in (*segment.inputs, *segment.outputs)] if self._has_backward(segment) else []
             uses.append(
                 SegmentUse(tuple(operators), tuple(arriving), gathered, tuple(kept), segment.region)
             )  # fmt: skip
         memory = activation_memory(uses, resident, self.training and self._trained[stage])
         return StageMemory(memory.saved, memory.forward, memory.backward)
 
-
-def _key(version: Version) -> tuple[object, ...]:
-    """Versions with equal data are one buffer."""
-    return (version.tensor, version.layout, version.time)
+    def _key(self, version: Version) -> int:
+        """The number of the buffer: versions with equal data are one."""
+        found = self._seen.get(id(version))
+        if found is None:
+            data = (version.tensor, version.layout, version.time)
+            found = self._seen[id(version)] = self._buffers.setdefault(data, len(self._buffers))
+        return found

@@ -7,20 +7,18 @@ several operators save is kept once.  Between forward and backward the runtime k
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from costmodel.optimizer import state_bytes
 from costmodel.units import Bytes
 from searchspace.graph import DTYPE_BYTES
 
-FRAGMENTATION = 0.04
-"""Share of the activations that the caching allocator cannot use: reserved over allocated memory in
-published runs lies between 2 and 8 % (torchtitan and stas00/ml-engineering report reserved GiB)."""
+BufferKey = int
+"""Number of a buffer; equal numbers are the same data."""
 
-COMMUNICATION_BUFFERS: Bytes = 256 * 2**20
-"""Staging buffers that the communication library allocates per process with several devices (NCCL: 4 MiB for
-each channel, protocol and direction; 150 to 400 MiB in public logs)."""
+FRAGMENTATION = 0.04
+"""Share of the activations that the caching allocator cannot use (assumed; reserved over allocated memory)."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,9 @@ def parameter_bytes(
     """Bytes of a parameter of which a device stores ``stored`` elements and updates ``updated``.
 
     ``gradients`` are the elements of its gradient as it accumulates on the stage, and as the optimizer reads
-    it where that is another layout: one parameter after the other goes from the first to the second.  With ``shared`` the optimizer
-    steps on the stored elements themselves, otherwise on a copy in ``master_dtype``.  Gradients are
-    accumulated and reduced in ``master_dtype``.
+    it where that is another layout: one parameter after the other goes from the first to the second.
+    With ``shared`` the optimizer steps on the stored elements themselves, otherwise on a copy in
+    ``master_dtype``.  Gradients are accumulated and reduced in ``master_dtype``.
     """
     size, master_size = DTYPE_BYTES[dtype], DTYPE_BYTES[master_dtype]
     return ParameterBytes(
@@ -81,10 +79,10 @@ class StorageUse:
     get a gradient.
     """
 
-    inputs: tuple[Hashable, ...]
-    outputs: tuple[Hashable, ...]
+    inputs: tuple[BufferKey, ...]
+    outputs: tuple[BufferKey, ...]
     sizes: tuple[Bytes, ...]
-    saved: tuple[Hashable, ...] = ()
+    saved: tuple[BufferKey, ...] = ()
     extra: Bytes = 0
     transient: Bytes = 0
     view: bool = False
@@ -102,9 +100,9 @@ class SegmentUse:
     """
 
     operators: tuple[StorageUse, ...]
-    arriving: tuple[tuple[Hashable, Bytes, bool], ...] = ()
+    arriving: tuple[tuple[BufferKey, Bytes, bool], ...] = ()
     gathered: Bytes = 0
-    kept: tuple[Hashable, ...] = ()
+    kept: tuple[BufferKey, ...] = ()
     region: int | None = None
 
 
@@ -122,7 +120,7 @@ class ActivationMemory:
 
 
 def activation_memory(
-    segments: Sequence[SegmentUse], resident: Mapping[Hashable, Bytes] | None = None, backward: bool = True
+    segments: Sequence[SegmentUse], resident: Mapping[BufferKey, Bytes] | None = None, backward: bool = True
 ) -> ActivationMemory:
     """Sweep a stage's segments forward, then backward.
 
@@ -138,18 +136,18 @@ def activation_memory(
 class _Sweep:
     """Storages, who keeps them, and the two passes."""
 
-    def __init__(self, segments: Sequence[SegmentUse], resident: Mapping[Hashable, Bytes], backward: bool) -> None:
+    def __init__(self, segments: Sequence[SegmentUse], resident: Mapping[BufferKey, Bytes], backward: bool) -> None:
         self.segments, self.resident = segments, resident
-        self.root: dict[Hashable, Hashable] = {}
-        self.size: dict[Hashable, Bytes] = {}
-        self.first: dict[Hashable, int] = {}
-        self.last: dict[Hashable, int] = {}
-        keeps: list[dict[Hashable, None]] = []
+        self.root: dict[BufferKey, BufferKey] = {}
+        self.size: dict[BufferKey, Bytes] = {}
+        self.first: dict[BufferKey, int] = {}
+        self.last: dict[BufferKey, int] = {}
+        keeps: list[dict[BufferKey, None]] = []
         index = 0
         for segment in segments:
             for key, count, _ in segment.arriving:
                 self.size.setdefault(key, count)
-            keep: dict[Hashable, None] = dict.fromkeys(segment.kept) if backward else {}
+            keep: dict[BufferKey, None] = dict.fromkeys(segment.kept) if backward else {}
             for use in segment.operators:
                 for key, count in zip(use.outputs, use.sizes, strict=True):
                     if use.view and use.inputs:
@@ -163,9 +161,9 @@ class _Sweep:
                     self.last[self.storage(key)] = index
                 index += 1
             keeps.append({self.storage(key): None for key in keep})
-        self.kept: dict[Hashable, None] = {}
-        self.again: dict[int, dict[Hashable, None]] = {}
-        made: dict[int, dict[Hashable, None]] = {}
+        self.kept: dict[BufferKey, None] = {}
+        self.again: dict[int, dict[BufferKey, None]] = {}
+        made: dict[int, dict[BufferKey, None]] = {}
         for segment in segments:
             if segment.region is not None:
                 inside = made.setdefault(segment.region, {})
@@ -181,12 +179,12 @@ class _Sweep:
         self.saved: Bytes = sum(self.size[key] for key in self.kept) + self.extra
         self.with_backward = backward
 
-    def storage(self, key: Hashable) -> Hashable:
+    def storage(self, key: BufferKey) -> BufferKey:
         return self.root.get(key, key)
 
     def forward(self) -> Bytes:
         """Everything made so far, less what nobody reads any more."""
-        leaving: dict[int, list[Hashable]] = {}
+        leaving: dict[int, list[BufferKey]] = {}
         for key, index in self.last.items():
             if key not in self.kept and key in self.size and key not in self.resident:
                 leaving.setdefault(index, []).append(key)
@@ -204,10 +202,10 @@ class _Sweep:
 
     def backward(self) -> Bytes:
         """What is kept, what is recomputed, and the gradients on their way."""
-        releasing: dict[int, list[Hashable]] = {}
+        releasing: dict[int, list[BufferKey]] = {}
         for key in {**self.kept, **{key: None for group in self.again.values() for key in group}}:
             releasing.setdefault(self.first.get(key, 0), []).append(key)
-        gradients: dict[Hashable, Bytes] = {}
+        gradients: dict[BufferKey, Bytes] = {}
         flowing = 0
         held = peak = self.saved
         index = sum(len(segment.operators) for segment in self.segments)
@@ -237,13 +235,13 @@ class _Sweep:
             flowing -= sum(gradients.pop(key, 0) for key, _, _ in segment.arriving)
         return peak
 
-    def _begin(self, gradients: dict[Hashable, Bytes], key: Hashable) -> Bytes:
+    def _begin(self, gradients: dict[BufferKey, Bytes], key: BufferKey) -> Bytes:
         if key in gradients or key in self.resident:
             return 0
         gradients[key] = self.size.get(key, 0)
         return gradients[key]
 
 
-def with_allowance(activations: Bytes, devices: int) -> Bytes:
-    """Activations with what the allocator loses, and the communication library's buffers."""
-    return round(activations * (1 + FRAGMENTATION)) + (COMMUNICATION_BUFFERS if devices > 1 else 0)
+def with_allowance(activations: Bytes) -> Bytes:
+    """Activations with what the allocator loses."""
+    return round(activations * (1 + FRAGMENTATION))

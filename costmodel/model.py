@@ -16,7 +16,7 @@ from costmodel.compute import copy_seconds, operator_seconds, work_fraction
 from costmodel.device import DeviceSpec
 from costmodel.memory import ParameterBytes, StorageUse, parameter_bytes
 from costmodel.optimizer import step_seconds
-from costmodel.precision import arithmetic_dtype, tensor_dtypes
+from costmodel.precision import FLOATS, arithmetic_dtype, tensor_dtypes
 from costmodel.shards import largest_shard
 from costmodel.units import Bytes, Seconds
 from searchspace.conversion import cheapest_path
@@ -28,8 +28,6 @@ from searchspace.mesh import Mesh
 from searchspace.microbatch import TimeAxis
 from searchspace.plan import Recipe
 from searchspace.rule import Choice
-
-PERSISTENT_KINDS = ("parameter", "buffer", "constant", "input")
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class CostModel:
         self._specs: dict[Mesh, tuple[DeviceSpec, ...]] = {}
         self._twins: dict[object, tuple[Mesh, Mesh]] = {}
         self._twin_of: dict[tuple[Mesh, Mesh], tuple[Mesh, Mesh]] = {}
-        self._operators: dict[object, OperatorCost] = {}
+        self._operators: dict[object, tuple[OperatorCost, StorageUse]] = {}
         self._conversions: dict[object, Seconds] = {}
 
     # -- devices and shapes ----------------------------------------------------------------------
@@ -118,70 +116,86 @@ class CostModel:
         """Largest local shapes of inputs, then outputs, in one micro-batch."""
         layouts = [tuple(c.inputs[i] for c in choices) for i in range(len(op.inputs))]
         layouts += [tuple(c.outputs[i] for c in choices) for i in range(len(op.outputs))]
-        names = op.inputs + op.outputs
+        tensor, sizes, count = self.graph.tensor, mesh.shape, self.time.micro_batches
         return tuple(
-            self.shard(name, layout, mesh, time)
-            for name, layout, time in zip(names, layouts, self.placements(op), strict=True)
+            largest_shard(tensor[name].shape, layout, sizes, time, count)
+            for name, layout, time in zip(op.inputs + op.outputs, layouts, self.placements(op), strict=True)
         )
 
     def operator(self, op: Operator, choices: Sequence[Choice], mesh: Mesh) -> OperatorCost:
         """The cost of ``op`` under one choice per axis of ``mesh``."""
+        return self._entry(op, choices, mesh)[0]
+
+    def footprint(self, op: Operator, choices: Sequence[Choice], mesh: Mesh) -> StorageUse:
+        """``op`` as memory sees it; buffers are called by their position among inputs, then outputs."""
+        return self._entry(op, choices, mesh)[1]
+
+    def _entry(self, op: Operator, choices: Sequence[Choice], mesh: Mesh) -> tuple[OperatorCost, StorageUse]:
         specs = self.specs(mesh)
-        key = (op.name, tuple(c.label for c in choices), mesh.shape, specs)
+        key = (op.name, tuple(c.label for c in choices), mesh.axes, specs)
         found = self._operators.get(key)
         if found is None:
-            found = self._operators[key] = self._operator(op, self.local_shapes(op, choices, mesh), specs)
+            found = self._operators[key] = self._priced(op, self.local_shapes(op, choices, mesh), specs)
         return found
 
-    def _operator(self, op: Operator, local: Sequence[Shape], specs: Sequence[DeviceSpec]) -> OperatorCost:
-        whole = self.graph.shapes(op)
+    def _priced(
+        self, op: Operator, local: Sequence[Shape], specs: Sequence[DeviceSpec]
+    ) -> tuple[OperatorCost, StorageUse]:
         names = op.inputs + op.outputs
         dtypes = [self.dtypes[name] for name in names]
         wants = self.wants(op)
+        whole = self.graph.shapes(op)
         arithmetic = arithmetic_dtype(op, self.recipe.precision)
         times = [operator_seconds(op, whole, local, dtypes, wants, spec, arithmetic) for spec in specs]
-        saved = 0
-        if any(wants):
-            use = self.storage_use(op, local, names)
-            sizes = {n: prod(s) * DTYPE_BYTES[d] for n, s, d in zip(names, local, dtypes, strict=True)}
-            saved = use.extra + sum(
-                sizes[str(key)]
-                for key in dict.fromkeys(use.saved)
-                if self.graph.tensor[str(key)].kind not in PERSISTENT_KINDS
-            )
-        return OperatorCost(max(f for f, _ in times), max(b for _, b in times), saved)
+        sizes = [prod(s) * DTYPE_BYTES[d] for s, d in zip(local, dtypes, strict=True)]
+        use = self._storage_use(op, whole, local, dtypes, sizes, wants, arithmetic)
+        own = {names[i]: sizes[i] for i in use.saved if self.graph.tensor[names[i]].kind == "activation"}
+        cost = OperatorCost(max(f for f, _ in times), max(b for _, b in times), sum(own.values()) + use.extra)
+        return cost, use
 
     def wants(self, op: Operator) -> tuple[bool, ...]:
         """Which inputs of ``op`` get a gradient."""
         tensor = self.graph.tensor
-        differentiable = self.training and any(tensor[name].requires_grad for name in op.outputs)
-        return tuple(differentiable and tensor[name].requires_grad for name in op.inputs)
+        if not self.training or not any(tensor[name].requires_grad for name in op.outputs):
+            return (False,) * len(op.inputs)
+        return tuple(tensor[name].requires_grad for name in op.inputs)
 
-    def storage_use(self, op: Operator, local: Sequence[Shape], keys: Sequence[object]) -> StorageUse:
-        """``op`` as memory sees it; ``local`` and ``keys`` are of inputs, then outputs."""
-        count, wants = len(op.inputs), self.wants(op)
-        names = op.inputs + op.outputs
-        sizes = [prod(s) * DTYPE_BYTES[self.dtypes[n]] for s, n in zip(local, names, strict=True)]
+    def _storage_use(
+        self,
+        op: Operator,
+        whole: Sequence[Shape],
+        local: Sequence[Shape],
+        dtypes: Sequence[str],
+        sizes: Sequence[Bytes],
+        wants: tuple[bool, ...],
+        arithmetic: str | None,
+    ) -> StorageUse:
+        count = len(op.inputs)
         extra = transient = 0
-        saved: list[object] = []
+        saved: list[int] = []
         if any(wants):
             if op.saved_extra_bytes:
-                extra = round(op.saved_extra_bytes * work_fraction(op.rule, self.graph.shapes(op), local))
-            forced = arithmetic_dtype(op, self.recipe.precision)
-            for name, key, size in zip(names, keys, sizes, strict=True):
+                extra = round(op.saved_extra_bytes * work_fraction(op.rule, whole, local))
+            for i, (name, own) in enumerate(zip(op.inputs + op.outputs, dtypes, strict=True)):
                 if name not in op.saved:
                     continue
-                own = self.dtypes[name]
-                if forced is not None and own != forced and own in ("float32", "float64", "bfloat16", "float16"):
-                    extra += size // DTYPE_BYTES[own] * DTYPE_BYTES[forced]  # autograd keeps the cast copy
+                if arithmetic is not None and own != arithmetic and own in FLOATS:
+                    extra += sizes[i] // DTYPE_BYTES[own] * DTYPE_BYTES[arithmetic]  # autograd keeps the cast copy
                 else:
-                    saved.append(key)
+                    saved.append(i)
             if op.family == "loss" and saved:
-                transient = max(sizes) // DTYPE_BYTES[self.dtypes[names[sizes.index(max(sizes))]]] * 4
+                # Exponentials in float32 beside the logits (autoplan's cross entropy recomputes them).
+                transient = max(prod(shape) for shape in local) * 4
         return StorageUse(
-            tuple(keys[:count]), tuple(keys[count:]), tuple(sizes[count:]), tuple(saved), extra, transient,
-            op.family == "view", wants,
-        )  # fmt: skip
+            tuple(range(count)),
+            tuple(range(count, len(sizes))),
+            tuple(sizes[count:]),
+            tuple(saved),
+            extra,
+            transient,
+            op.family == "view",
+            wants,
+        )
 
     # -- communication ---------------------------------------------------------------------------
 
@@ -270,7 +284,8 @@ class CostModel:
 
     def gather(self, tensor: str, mesh: Mesh, stored: Layout, used: Layout) -> Seconds:
         """From the stored layout of a parameter to the one in which a segment reads it (ZeRO-3)."""
-        return self.convert(self.graph.tensor[tensor].shape, self.graph.tensor[tensor].dtype, (mesh, stored), (mesh, used))
+        whole = self.graph.tensor[tensor]
+        return self.convert(whole.shape, whole.dtype, (mesh, stored), (mesh, used))
 
     def accumulate(self, tensor: str, mesh: Mesh, delivered: Layout, held: Layout) -> Seconds:
         """One micro-batch's gradient of a parameter into where it accumulates."""
@@ -341,13 +356,15 @@ class CostModel:
         optimizer's state.
         """
         gather = self.gather(tensor, mesh, stored, used)
-        trained = delivered is not None and held is not None
+        memory = self.parameter_bytes(tensor, mesh, stored, held, optimizer)
+        if delivered is None or held is None:
+            return ParameterCost(gather, 0.0, 0.0, 0.0, 0.0, 0.0, memory)
         return ParameterCost(
             gather_forward=gather,
-            gather_backward=gather if trained else 0.0,
-            accumulate=self.accumulate(tensor, mesh, delivered, held) if delivered is not None and held is not None else 0.0,
-            synchronise=self.synchronise(tensor, (mesh, held), (mesh, optimizer)) if held is not None else 0.0,
-            step=self.step(prod(self.shard(tensor, optimizer, mesh)), mesh, self.master_dtype(tensor)) if trained else 0.0,
-            refresh=self.refresh(tensor, (mesh, optimizer), (mesh, stored)) if trained else 0.0,
-            bytes=self.parameter_bytes(tensor, mesh, stored, held, optimizer),
+            gather_backward=gather,
+            accumulate=self.accumulate(tensor, mesh, delivered, held),
+            synchronise=self.synchronise(tensor, (mesh, held), (mesh, optimizer)),
+            step=self.step(prod(self.shard(tensor, optimizer, mesh)), mesh, self.master_dtype(tensor)),
+            refresh=self.refresh(tensor, (mesh, optimizer), (mesh, stored)),
+            bytes=memory,
         )

@@ -60,11 +60,11 @@ def simulate(
 
     ``seconds`` is the duration by stage and phase (0 if absent); ``reads[p, s]`` the time until what stage p
     computed has reached stage s, ``returns[p, s]`` the time until the gradient of s has reached p.
-    ``release`` says when each lane may begin, ``extra`` prolongs single tasks.  Raises IllegalPlanError with the tasks that wait for each
-    other when the orders contradict.
+    ``release`` says when each lane may begin, ``extra`` prolongs single tasks.  Raises IllegalPlanError
+    with the tasks that wait for each other when the orders contradict.
     """
     returns, extra = returns or {}, extra or {}
-    lanes = tuple(tuple(lane) for lane in lanes)
+    lanes = orders = tuple(tuple(lane) for lane in lanes)
     homes: dict[int, list[int]] = {}
     for index, lane in enumerate(lanes):
         for stage in dict.fromkeys(task.stage for task in lane):
@@ -83,32 +83,35 @@ def simulate(
     position = [0] * len(lanes)
     busy = [0.0] * len(lanes)
     pending = list(range(len(lanes)))
-    waiting: dict[Task, list[int]] = {}
-    """Lanes to look at again when a task has ended."""
+    waiting: dict[Task, list[int]] = {}  # lanes to look at again when a task has ended
 
     while pending:
         at = pending.pop()
-        while position[at] < len(lanes[at]):
-            task = lanes[at][position[at]]
+        lane, length = lanes[at], len(lanes[at])
+        while position[at] < length:
+            task = lane[position[at]]
             stage, phase, micro_batch = task
             together = homes[stage]
             if len(together) > 1 and any(
                 position[i] >= len(lanes[i]) or lanes[i][position[i]] != task for i in together
             ):
                 break  # the partner that arrives last runs it
-            ready = max(free[i] for i in together)
-            if phase == "F":
-                needs = [(Task(p, "F", micro_batch), delay) for p, delay in upstream.get(stage, ())]
-            else:
-                needs = [(Task(s, "B", micro_batch), delay) for s, delay in downstream.get(stage, ())]
-                needs.append((Task(stage, "F", micro_batch), 0.0))
+            ready = free[at] if len(together) == 1 else max(free[i] for i in together)
             blocker = None
-            for need, delay in needs:
-                if need in end:
-                    ready = max(ready, end[need] + delay)
+            for other, delay in (upstream if phase == "F" else downstream).get(stage, ()):
+                need = Task(other, phase, micro_batch)
+                arrived = end.get(need)
+                if arrived is not None:
+                    ready = max(ready, arrived + delay)
                 elif need in exists:
                     blocker = need
                     break
+            if phase == "B" and blocker is None:
+                own = Task(stage, "F", micro_batch)
+                if own in end:
+                    ready = max(ready, end[own])
+                elif own in exists:
+                    blocker = own
             if blocker is not None:
                 waiting.setdefault(blocker, []).append(at)
                 break
@@ -120,14 +123,14 @@ def simulate(
                 position[i] += 1
                 if i != at:
                     pending.append(i)
-            pending.extend(waiting.pop(task, ()))
+            if task in waiting:
+                pending.extend(waiting.pop(task))
 
-    stuck = [f"lane {i} waits at {lane[p]}" for i, (lane, p) in enumerate(zip(lanes, position, strict=True)) if p < len(lane)]
+    stuck = [f"lane {i} waits at {lane[position[i]]}" for i, lane in enumerate(orders) if position[i] < len(lane)]
     if stuck:
         raise IllegalPlanError(f"the order of tasks contradicts itself: {', '.join(stuck)}")
-    return Timeline(
-        max(end.values(), default=0.0), start, end, lanes, tuple(busy), _in_flight(lanes, exists)
-    )  # fmt: skip
+    makespan = max(end.values(), default=0.0)
+    return Timeline(makespan, start, end, orders, tuple(busy), _in_flight(orders, exists))
 
 
 def _in_flight(lanes: Sequence[Sequence[Task]], exists: set[Task]) -> dict[int, int]:

@@ -1,9 +1,9 @@
 """Precision recipes: which data type each tensor and each operator's arithmetic has.
 
-    float32    everything as captured
-    bf16       the graph's own (half precision) types; master weights and gradient sums in float32
-    autocast   parameters as captured; products, convolutions and attention in bfloat16, their operands
-               are cast for each use; reductions, norms and losses in float32 (torch.autocast's lists)
+float32    everything as captured
+bf16       the graph's own (half precision) types; master weights and gradient sums in float32
+autocast   parameters as captured; products, convolutions and attention in bfloat16, their operands
+           are cast for each use; reductions, norms and losses in float32 (torch.autocast's lists)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LOWERED: tuple[Family, ...] = ("matmul", "convolution", "attention", "recurrent"
 """Families that torch.autocast runs in the lower precision."""
 RAISED: tuple[Family, ...] = ("normalisation", "loss")
 """Families that torch.autocast runs in float32."""
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
+FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def arithmetic_dtype(op: Operator, precision: str) -> str | None:
@@ -34,12 +34,12 @@ def tensor_dtypes(graph: Graph, precision: str) -> Mapping[str, str]:
         return found
     for op in graph.operators:
         forced = arithmetic_dtype(op, precision)
-        inputs = [found[name] for name in op.inputs if found[name] in _FLOATS]
+        inputs = [found[name] for name in op.inputs if found[name] in FLOATS]
         for name in op.outputs:
-            if found[name] not in _FLOATS or found[name] == "float64":
+            if found[name] not in FLOATS or found[name] == "float64":
                 continue
             if forced is not None:
                 found[name] = forced
             elif inputs and precision == "autocast" and op.family != "creation":
-                found[name] = min(inputs, key=_FLOATS.index)
+                found[name] = min(inputs, key=FLOATS.index)
     return found

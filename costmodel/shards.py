@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
+from costmodel.units import Bytes
 from searchspace.graph import DTYPE_BYTES
 from searchspace.layout import Layout, Placement, R, Shape, Split
-from costmodel.units import Bytes
 
 
 @lru_cache(maxsize=65536)

@@ -58,7 +58,7 @@ def uniform(
             site = SiteLayouts(stored=split, gradient=split) if zero == 3 else SiteLayouts()
             homes = [i for i, names in enumerate(stages)
                      if any(tensor.name in graph.operator[n].inputs for n in names)]  # fmt: skip
-            parameters[tensor.source] = ParameterPlan(optimizer=split, sites={i: site for i in homes})
+            parameters[tensor.source] = ParameterPlan(optimizer=split, sites=dict.fromkeys(homes, site))
     devices = [tuple(range(i * per_stage, (i + 1) * per_stage)) for i in range(pp)]
     orders = SCHEDULES[schedule](pp, micro_batches)
     return Plan(
@@ -77,9 +77,7 @@ def uniform(
                 for d, names in zip(devices, stages, strict=True)
             )
         ),
-        order=Order(
-            lanes=tuple(Lane(devices=d, tasks=tasks_text(o)) for d, o in zip(devices, orders, strict=True))
-        ),
+        order=Order(lanes=tuple(Lane(devices=d, tasks=tasks_text(o)) for d, o in zip(devices, orders, strict=True))),
     )
 
 
