@@ -67,14 +67,21 @@ class Figures:
 
 
 class Pricing(Protocol):
-    """What selection asks about compute and memory; conversions are priced by :class:`Conversions`."""
+    """What selection asks about compute and memory; conversions are priced by :class:`Conversions`.
+
+    Equal storages that several operators save must be counted once, at one of them.
+    """
 
     def operator(self, op: Operator, strategy: Strategy, mesh: Mesh, time: TimeAxis) -> Figures:
         """Compute seconds, and bytes that stay saved until backward."""
         ...
 
     def parameter(self, tensor: Tensor, layouts: ParameterLayouts, mesh: Mesh) -> Figures:
-        """Optimizer seconds per step, and bytes that stay."""
+        """Seconds per step of the optimizer (gradients and weights are moved besides), and bytes that stay."""
+        ...
+
+    def shard_bytes(self, tensor: Tensor, layout: Layout, mesh: Mesh, time: TimeAxis) -> float:
+        """Bytes of an activation on the fullest device in the fullest micro-batch."""
         ...
 
 
@@ -83,7 +90,10 @@ NodeKey = tuple[str, object]
 
 @dataclass(frozen=True, eq=False)
 class _Node:
-    """Strategies of one node and their figures, arrays of shape (K,)."""
+    """Strategies of one node and their figures, arrays of shape (K,).
+
+    ``carried`` are bytes of what its block reads from other blocks, which recomputation starts from.
+    """
 
     key: NodeKey
     strategies: tuple[object, ...]
@@ -92,6 +102,7 @@ class _Node:
     step: Costs
     resident: Costs
     saved: Costs
+    carried: Costs
     members: Counter[tuple[int, ...]]
     """How many members lie in these blocks (by index; -1: outside of blocks)."""
 
@@ -102,18 +113,24 @@ class _Node:
 
 @dataclass(frozen=True, eq=False)
 class _Link:
-    """Adapters between two nodes: forward and backward seconds, and where they occur (producing, reading block)."""
+    """Adapters between two nodes: seconds, bytes they keep, and where they occur (producing, reading block)."""
 
     source: int
     target: int
     forward: Costs
     backward: Costs
+    kept: Costs
     occurrences: Counter[tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Terms:
-    """How figures become one cost: ``micro_batches`` share a step, forward runs ``1 + recompute`` times."""
+    """How figures become one cost.
+
+    ``micro_batches`` share a step; with ``recompute`` a block's forward runs twice and only what it
+    reads from other blocks is kept; ``in_flight`` micro-batches are between forward and backward.
+    Prices are seconds per byte.
+    """
 
     micro_batches: int = 1
     recompute: bool = False
@@ -146,6 +163,7 @@ class Selection:
         self.nodes: list[_Node] = []
         self.links: list[_Link] = []
         self._index: dict[NodeKey, int] = {}
+        self._carrying: set[tuple[Group, int]] = set()
         self._block_of = {name: i for i, b in enumerate(self.folding.blocks) for name in b.operators}
         self._add_operators()
         self._connect()
@@ -172,13 +190,18 @@ class Selection:
             if not weight:
                 continue
             table = ((1 + terms.recompute) * link.forward + link.backward) * weight
+            kept = None
+            if not terms.recompute and link.kept.any():
+                kept = link.kept[:, :, None] * weight * terms.in_flight
+                table = table + terms.price_saved * weight * link.kept
             if link.source == link.target:
                 extra[link.source] = extra[link.source] + np.diagonal(table)
             else:
-                edges.append(Edge(shown[link.source], shown[link.target], table))
+                edges.append(Edge(shown[link.source], shown[link.target], table, kept))
         for i in shown:
-            usage = (self.nodes[i].resident + terms.in_flight * self.nodes[i].saved) * weights[i]
-            nodes.append(Node(str(self.nodes[i].key), extra[i], usage[:, None]))
+            node = self.nodes[i]
+            usage = (node.resident + terms.in_flight * (node.carried if terms.recompute else node.saved)) * weights[i]
+            nodes.append(Node(str(node.key), extra[i], usage[:, None]))
         return Problem(tuple(nodes), tuple(edges), np.array([limit]))
 
     def shown(self, blocks: Iterable[int] | None = None) -> list[int]:
@@ -188,7 +211,8 @@ class Selection:
 
     def _cost(self, node: _Node, terms: Terms) -> Costs:
         seconds = (1 + terms.recompute) * node.forward + node.backward + node.step / terms.micro_batches
-        return seconds + terms.price_resident * node.resident + terms.price_saved * node.saved
+        saved = node.carried if terms.recompute else node.saved
+        return seconds + terms.price_resident * node.resident + terms.price_saved * saved
 
     # -- decoding --------------------------------------------------------------------------------
 
@@ -229,7 +253,7 @@ class Selection:
         self.nodes.append(
             _Node(
                 key, tuple(options), column("forward"), column("backward"), column("step"), column("resident"),
-                column("saved"), members,
+                column("saved"), np.zeros(len(figures)), members,
             )
         )  # fmt: skip
         return len(self.nodes) - 1
@@ -298,16 +322,48 @@ class Selection:
             made_in = Counter({(block, block): count for (block,), count in made.members.items()})
             self._link(origin, shared, tensor, shape, produced, options, made_in)
             origin, produced = shared, list(options)
+        carriers: dict[int, tuple[Group, int]] = {}
         for reader, where in found.items():
             self._link(origin, self._index["operator", reader[0]], tensor, shape, produced, pairs[reader], where)
+            if any(a != b for a, b in where) and reader[0][0] >= 0:
+                kind = reader[0][0]
+                carriers[kind] = min(carriers.get(kind, reader), reader, key=lambda r: r[0][1])
+        for group, i in carriers.values():
+            if (group, i) not in self._carrying:
+                self._carrying.add((group, i))
+                sizes = self._sizes(tensor, pairs[group, i])
+                self.nodes[self._index["operator", group]].carried[:] += sizes
+
+    def _sizes(self, tensor: Tensor, pairs: Sequence[Pair]) -> Costs:
+        known = {f: self.pricing.shard_bytes(tensor, f, self.mesh, self.time) for f, _ in pairs}
+        return np.array([known[f] for f, _ in pairs])
 
     def _link(
         self, a: int, b: int, tensor: Tensor, shape: Shape, have: Sequence[Pair], want: Sequence[Pair],
         where: Counter[tuple[int, int]],
     ) -> None:  # fmt: skip
+        """What an adapter reads and what it makes is kept until backward, unless an operator saves it anyway."""
         forward, backward = self._adapter(tensor, shape, have, want)
-        if forward.any() or backward.any():
-            self.links.append(_Link(a, b, forward, backward, where))
+        if not forward.any() and not backward.any():
+            return
+        kept = np.zeros_like(forward)
+        if any(g is not None for _, g in want):
+            if self.nodes[a].key[0] == "operator" and not self._saves(a, tensor):
+                kept = kept + self._sizes(tensor, have)[:, None]
+            if not self._saves(b, tensor):
+                kept = kept + self._sizes(tensor, want)[None, :]
+            kept = np.where(forward > 0, kept, 0.0)
+        self.links.append(_Link(a, b, forward, backward, kept, where))
+
+    def _saves(self, node: int, tensor: Tensor) -> bool:
+        kind, group = self.nodes[node].key
+        if kind != "operator":
+            return False
+        op = self._representative[group]  # type: ignore[index]
+        return any(
+            self.graph.tensor[name].shape == tensor.shape and self.graph.tensor[name].dtype == tensor.dtype
+            for name in op.saved
+        )
 
     def _adapter(self, tensor: Tensor, shape: Shape, have: Sequence[Pair], want: Sequence[Pair]) -> tuple[Costs, Costs]:
         """Seconds of adapters from each pair of ``have`` to each of ``want``, forward and backward."""
@@ -366,7 +422,8 @@ class Selection:
             reduce = self.conversions.table(
                 tensor.shape, master, [g or none for _, g in pairs], [o.gradient or none for o in options]
             ).T
-        self.links.append(_Link(node, self._index["operator", reader[0]], gather, gather + reduce, where))
+        nothing = np.zeros_like(gather)
+        self.links.append(_Link(node, self._index["operator", reader[0]], gather, gather + reduce, nothing, where))
 
     def _parameter_layouts(self, tensor: Tensor, used: Pair) -> list[ParameterLayouts]:
         """Ways to keep a parameter that is used as ``used``, for each ZeRO level that shards something."""

@@ -207,6 +207,9 @@ class _HoldLess:
     def parameter(self, tensor: Tensor, layouts: ParameterLayouts, mesh: Mesh) -> Figures:
         return Figures()
 
+    def shard_bytes(self, tensor: Tensor, layout: Layout, mesh: Mesh, time: TimeAxis) -> float:
+        return 0.0
+
 
 # -- stages ------------------------------------------------------------------------------------------
 
