@@ -9,7 +9,7 @@ meshes it is necessary.  Not offered are
 *   partial placements on axes that are partial neither in the source nor in the target: zeros
     would be added up, which not every dtype allows.
 
-Ties are broken by the number of moves, then by the order of enumeration.
+Ties are broken by the number of moves, then of messages, then by the order of enumeration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
-from math import inf
+from math import inf, prod
 from typing import NamedTuple
 
 from searchspace.conversion.moves import Move, Path, Placed
@@ -26,14 +26,14 @@ from searchspace.conversion.prices import Prices, Seconds
 from searchspace.conversion.routes import copies, same_buffers
 from searchspace.conversion.space import Code, Space, Step, space
 from searchspace.errors import IllegalPlanError
-from searchspace.layout import Shape, layout_text
-from searchspace.mesh import Device, Mesh
+from searchspace.layout import Region, Shape, intersect, layout_text, local_shape, region_of, whole
+from searchspace.mesh import Mesh
 from searchspace.program import ExchangeKind
 
 Query = tuple[Shape, int, Placed, Placed]
 
 MANY_DEVICES = 64
-"""From this many receivers on, the first receiver's share rules out relayouts before all is priced."""
+"""From this many receivers on, one receiver's share rules out relayouts before all is priced."""
 
 
 def cheapest_path(shape: Shape, element_bytes: int, source: Placed, target: Placed, prices: Prices) -> Path:
@@ -57,7 +57,7 @@ class _Memo:
         self.prices: Callable[[], Prices | None] = weakref.ref(prices)
         self.paths: dict[Query, Path] = {}
         self.collectives: dict[Mesh, dict[tuple[ExchangeKind, tuple[int, ...], int], Seconds]] = {}
-        self.transfers: dict[tuple[Shape, int, Placed, Placed, tuple[Device, ...] | None], Seconds] = {}
+        self.transfers: dict[Query, tuple[Seconds, int]] = {}
 
 
 _memos: dict[int, _Memo] = {}
@@ -85,6 +85,14 @@ class _Reached(NamedTuple):
     hops: int
     step: Step | None
     origin: Code | None
+
+
+class _Cost(NamedTuple):
+    """What decides between paths, in this order."""
+
+    seconds: Seconds
+    hops: int
+    messages: int
 
 
 class _Side:
@@ -179,21 +187,25 @@ class _Search:
             return Path((), 0.0)
         ahead = _Side(self, mesh, spaces[0], start, reverse=False)
         back = _Side(self, goal_mesh, spaces[1], goal, reverse=True)
-        best: tuple[Seconds, int] = (inf, 0)
+        best = _Cost(inf, 0, 0)
         ends: tuple[Code, Code] | None = None
+        large = goal_mesh.size >= MANY_DEVICES
         if same:
             ahead.settle(inf, lambda code: code == goal)
-            best = ahead.reached[goal][:2]
-            back.settle(best[0])
+            best = _Cost(*ahead.reached[goal][:2], 0)
+            back.settle(best.seconds)
+        elif large:
+            ahead.settle(inf)
+            back.settle(inf)
         else:
             left = ahead.settle(inf, lambda code: not spaces[0].partial(code))
             right = back.settle(inf, lambda code: not spaces[1].partial(code))
             assert left is not None and right is not None  # all can be reduced, and made from replicas
             best, ends = self._join(ahead, left, back, right), (left, right)
-            ahead.settle(best[0])
-            back.settle(best[0])
-        for lower, left, right in self._candidates(ahead, back, best[0], same):
-            if lower >= best[0]:
+            ahead.settle(best.seconds)
+            back.settle(best.seconds)
+        for lower, _, left, right in self._candidates(ahead, back, best.seconds, same, large):
+            if lower > best.seconds or (large and lower == best.seconds):
                 break
             joined = self._join(ahead, left, back, right)
             if joined < best:
@@ -209,13 +221,15 @@ class _Search:
             ]
         moves[0] = replace(moves[0], source_mesh=mesh, source=have)
         moves[-1] = replace(moves[-1], target_mesh=goal_mesh, target=want)
-        return Path(tuple(moves), best[0])
+        return Path(tuple(moves), best.seconds)
 
-    def _candidates(self, ahead: _Side, back: _Side, bound: Seconds, same: bool) -> list[tuple[Seconds, Code, Code]]:
+    def _candidates(
+        self, ahead: _Side, back: _Side, bound: Seconds, same: bool, large: bool
+    ) -> list[tuple[Seconds, int, Code, Code]]:
         """Pairs of layouts for a ``send_receive``, with lower bounds of the whole path, lowest first."""
+        least = self._least(ahead, back) if large else None
         found = []
         arrivals = [(far.seconds, right, back.space.partial(right)) for right, far in back.ends.items()]
-        large = back.mesh.size >= MANY_DEVICES
         for left, near in ahead.ends.items():
             summands = ahead.space.partial(left)
             if near.seconds >= bound or (summands and not same):
@@ -223,37 +237,60 @@ class _Search:
             single = {left, *(step.other for step in ahead.space.steps(left))} if same else ()
             for seconds, right, others in arrivals:
                 lower = near.seconds + seconds
-                if lower >= bound or others != summands or right in single:
-                    continue
-                if large:
-                    lower += self._price(ahead, left, back, right, back.mesh.devices[-1:])
-                found.append((lower, left, right))
-        found.sort(key=lambda candidate: candidate[0])
+                if lower < bound and others == summands and right not in single:
+                    share, messages = least(left, right) if least else (0.0, 0)
+                    found.append((lower + share, messages, left, right))
+        found.sort(key=lambda candidate: candidate[:2])
         return found
 
-    def _join(self, ahead: _Side, left: Code, back: _Side, right: Code) -> tuple[Seconds, int]:
-        """Seconds and moves of the path that goes from ``left`` to ``right`` directly."""
-        near, far = ahead.ends[left], back.ends[right]
-        return near.seconds + self._price(ahead, left, back, right) + far.seconds, near.hops + 1 + far.hops
+    def _least(self, ahead: _Side, back: _Side) -> Callable[[Code, Code], tuple[Seconds, int]]:
+        """What one receiver's share of a ``send_receive`` costs, as if it all came from the nearest device.
 
-    def _price(
-        self, ahead: _Side, left: Code, back: _Side, right: Code, receivers: tuple[Device, ...] | None = None
-    ) -> Seconds:
-        """The price of laying ``left`` out as ``right``; for ``receivers`` alone, a lower bound."""
+        Also about how many messages that takes.
+        """
+        devices, base = back.mesh.devices, whole(self.shape)
+        receiver = next((device for device in reversed(devices) if device not in ahead.mesh), devices[-1])
+        sender = min((d for d in ahead.mesh.devices if d != receiver), key=lambda d: (abs(d - receiver), d))
+        holder = receiver if receiver in ahead.mesh else sender
+        parts: dict[Code, Region] = {}
+        goals: dict[Code, Region] = {}
+        known: dict[int, Seconds] = {0: 0.0}
+
+        def least(left: Code, right: Code) -> tuple[Seconds, int]:
+            if left not in parts:
+                parts[left] = region_of(base, ahead.space.decode(left), ahead.mesh, holder)
+            if right not in goals:
+                goals[right] = region_of(base, back.space.decode(right), back.mesh, receiver)
+            part, goal = parts[left], goals[right]
+            own = intersect(part, goal) if holder == receiver else None
+            elements = prod(local_shape(goal)) - (prod(local_shape(own)) if own is not None else 0)
+            if elements not in known:
+                known[elements] = self.prices.transfer([(sender, receiver, elements * self.element_bytes)])
+            pairs = zip(local_shape(goal), local_shape(part), strict=True)
+            return known[elements], prod(max(1, wanted // held) for wanted, held in pairs)
+
+        return least
+
+    def _join(self, ahead: _Side, left: Code, back: _Side, right: Code) -> _Cost:
+        """What the path costs that goes from ``left`` to ``right`` directly."""
+        near, far = ahead.ends[left], back.ends[right]
+        seconds, messages = self._price(ahead, left, back, right)
+        # The sum is rounded as in _candidates, so that a tight lower bound is equal.
+        return _Cost(near.seconds + far.seconds + seconds, near.hops + 1 + far.hops, messages)
+
+    def _price(self, ahead: _Side, left: Code, back: _Side, right: Code) -> tuple[Seconds, int]:
+        """The price of laying ``left`` out as ``right``, and the number of messages."""
         source, target = (ahead.mesh, ahead.space.decode(left)), (back.mesh, back.space.decode(right))
-        key = (self.shape, self.element_bytes, source, target, receivers)
-        seconds = self.memo.transfers.get(key)
-        if seconds is None:
-            sent = copies(self.shape, self.element_bytes, source, target, receivers)
-            if sent:
-                seconds = self.prices.transfer(sent)
-            else:
-                size = back.space.elements(right) * self.element_bytes
-                seconds = 0.0 if receivers else self.prices.local(size)
-            self.memo.transfers[key] = seconds
-        return seconds
+        key = (self.shape, self.element_bytes, source, target)
+        found = self.memo.transfers.get(key)
+        if found is None:
+            sent = copies(self.shape, self.element_bytes, source, target)
+            size = back.space.elements(right) * self.element_bytes
+            found = (self.prices.transfer(sent) if sent else self.prices.local(size)), len(sent)
+            self.memo.transfers[key] = found
+        return found
 
     def _relayout(self, ahead: _Side, left: Code, back: _Side, right: Code) -> Move:
         source, target = (ahead.mesh, ahead.space.decode(left)), (back.mesh, back.space.decode(right))
-        sends = bool(copies(self.shape, self.element_bytes, source, target))
-        return Move("send_receive" if sends else "local", (), *source, *target)
+        _, messages = self._price(ahead, left, back, right)
+        return Move("send_receive" if messages else "local", (), *source, *target)

@@ -72,28 +72,29 @@ def holders(base: Region, layout: Layout, mesh: Mesh) -> Holders:
     return Holders(base, layout, mesh)
 
 
-def routes(base: Region, source: Placed, target: Placed, receivers: Sequence[Device] | None = None) -> list[Route]:
+def routes(base: Region, source: Placed, target: Placed) -> list[Route]:
     """Routes that give each device of the target its region of ``base``, every element once.
 
     A device takes what it holds from itself.  Replicas share the work: the devices that want
     something of one part, in ascending order, are dealt out in equal runs to its holders in
     ascending order, so that neighbours serve neighbours.  Partial layouts must be partial on the
     same axes of the same mesh; summands are then laid out each for itself.
-
-    ``receivers`` leaves out all other devices of the target.
     """
     have, want = holders(base, source[1], source[0]), holders(base, target[1], target[0])
     overlaps = [[_overlaps(have.parts[d], part) for part in parts] for d, parts in enumerate(want.parts)]
     sizes = source[0].shape
     partial = [axis for axis, p in enumerate(source[1]) if isinstance(p, Partial) and sizes[axis] > 1]
+    pieces: dict[Class, list[tuple[Class, Region]]] = {}
+    for which in want.replicas:
+        pieces[which] = []
+        for combination in product(*(overlaps[d][i] for d, i in enumerate(which))):
+            pieces[which].append((tuple(i for i, _ in combination), tuple(part for _, part in combination)))
     found: list[Route] = []
     requests: dict[tuple[Class, Class], list[tuple[Device, Region]]] = {}
-    for device in sorted(receivers or target[0].devices):
+    for device in sorted(target[0].devices):
         summand = tuple(target[0].coordinates(device)[axis] for axis in partial)
         mine = have.holding.get(device)
-        for combination in product(*(overlaps[d][i] for d, i in enumerate(want.holding[device]))):
-            held = tuple(i for i, _ in combination)
-            region = tuple(part for _, part in combination)
+        for held, region in pieces[want.holding[device]]:
             if held == mine:
                 found.append((device, device, region))
             else:
@@ -107,15 +108,17 @@ def routes(base: Region, source: Placed, target: Placed, receivers: Sequence[Dev
     return found
 
 
-def copies(
-    shape: Shape, element_bytes: int, source: Placed, target: Placed, receivers: Sequence[Device] | None = None
-) -> list[Copy]:
+def copies(shape: Shape, element_bytes: int, source: Placed, target: Placed) -> list[Copy]:
     """What :func:`routes` sends between different devices, in bytes."""
-    return [
-        (sender, receiver, prod(high - low for low, high in region) * element_bytes)
-        for sender, receiver, region in routes(whole(shape), source, target, receivers)
-        if sender != receiver
-    ]
+    sizes: dict[int, int] = {}  # by identity: replicas want the same region objects
+    found = []
+    for sender, receiver, region in routes(whole(shape), source, target):
+        if sender != receiver:
+            size = sizes.get(id(region))
+            if size is None:
+                size = sizes[id(region)] = prod(high - low for low, high in region) * element_bytes
+            found.append((sender, receiver, size))
+    return found
 
 
 def same_buffers(shape: Shape, source: Placed, target: Placed) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 from math import inf, prod
 
@@ -196,7 +197,10 @@ def test_equals_brute_force(mesh, shape, units, prices):
     ],
     ids=str,
 )
-def test_equals_brute_force_between_meshes(source_mesh, target_mesh, shape, prices):
+@pytest.mark.parametrize("many", [0, 64])
+def test_equals_brute_force_between_meshes(source_mesh, target_mesh, shape, prices, many, monkeypatch):
+    monkeypatch.setattr(paths, "MANY_DEVICES", many)
+    prices = replace(prices)  # nothing is remembered
     sides = []
     for mesh in (source_mesh, target_mesh):
         every = layouts(shape, mesh)
@@ -318,6 +322,26 @@ def test_hierarchical_all_reduce():
         ("reduce_scatter", (1,)),
         ("all_reduce", (0,)),
         ("all_gather", (1,)),
+    ]
+
+
+@pytest.mark.parametrize(("source", "target"), [((S(0), R), (S(0), R)), ((S(0), P), (R, R)), ((R, S(1)), (P, S(0)))])
+def test_a_thousand_devices_are_quick(source, target):
+    """Pipeline neighbours of 512 devices each; the time is generous, enumerating all pairs takes minutes."""
+    ours, theirs = (Mesh((("a", 8), ("b", 64)), tuple(range(first, first + 512))) for first in (0, 512))
+    started = time.perf_counter()
+    path = cheapest_path((512, 2048, 1024), 2, (ours, source), (theirs, target), ElementCount(2))
+    assert time.perf_counter() - started < 2
+    assert [move.kind for move in path.moves].count("send_receive") == 1
+
+
+def test_among_equals_the_fewest_messages():
+    mesh = grid(2, 4)
+    other = grid(2, 4, first=8)
+    path = cheapest_path((8, 8, 8), 4, (mesh, (S(0), P)), (other, (S(0), S(2))), TOY)
+    assert [str(move) for move in path.moves] == [
+        "S(0) P -reduce_scatter[b]-> S(0) S(2)",
+        "S(0) S(2) -send_receive-> S(0) S(2)",
     ]
 
 
