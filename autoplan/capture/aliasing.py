@@ -40,7 +40,7 @@ class View:
     def apply(self, emit: Emit, value: Value) -> Value:
         args = [value if arg is SELF else arg for arg in self.args]
         result = emit(self.target, *args, **dict(self.kwargs))
-        return result if self.index is None else result[self.index]  # type: ignore[no-any-return]
+        return result if self.index is None else result[self.index]
 
     def scatter(self, emit: Emit, whole: Value, part: Value) -> Value:
         """``whole`` with the viewed part replaced; CaptureError when that is not known."""
@@ -105,35 +105,36 @@ def _detached(emit: Emit, view: View, whole: Value, part: Value) -> Value:
 
 
 def _reshaped(emit: Emit, view: View, whole: Value, part: Value) -> Value:
-    return emit("aten.reshape.default", part, whole.shape)  # type: ignore[no-any-return]
+    return emit("aten.reshape.default", part, whole.shape)
 
 
 def _transposed(emit: Emit, view: View, whole: Value, part: Value) -> Value:
-    return emit(view.target, part, *view.args[1:])  # type: ignore[no-any-return]
+    return emit(view.target, part, *view.args[1:])
 
 
 def _permuted(emit: Emit, view: View, whole: Value, part: Value) -> Value:
     dims = [d % len(whole.shape) for d in view.args[1]]
-    return emit("aten.permute.default", part, tuple(dims.index(d) for d in range(len(dims))))  # type: ignore[no-any-return]
+    return emit("aten.permute.default", part, tuple(dims.index(d) for d in range(len(dims))))
 
 
 def _sliced(emit: Emit, view: View, whole: Value, part: Value) -> Value:
-    dim, start, end, step = (*view.args[1:], *(0, None, None, 1)[len(view.args) - 1 :])
-    return emit("aten.slice_scatter.default", whole, part, dim, start, end, step)  # type: ignore[no-any-return]
+    given = view.args[1:]
+    dim, start, end, step = given + (0, None, None, 1)[len(given) :]
+    return emit("aten.slice_scatter.default", whole, part, dim, start, end, step)
 
 
 def _narrowed(emit: Emit, view: View, whole: Value, part: Value) -> Value:
     dim, start, length = view.args[1:]
     start %= whole.shape[dim]
-    return emit("aten.slice_scatter.default", whole, part, dim, start, start + length, 1)  # type: ignore[no-any-return]
+    return emit("aten.slice_scatter.default", whole, part, dim, start, start + length, 1)
 
 
 def _selected(emit: Emit, view: View, whole: Value, part: Value) -> Value:
-    return emit("aten.select_scatter.default", whole, part, *view.args[1:])  # type: ignore[no-any-return]
+    return emit("aten.select_scatter.default", whole, part, *view.args[1:])
 
 
 def _diagonal(emit: Emit, view: View, whole: Value, part: Value) -> Value:
-    return emit("aten.diagonal_scatter.default", whole, part, *view.args[1:])  # type: ignore[no-any-return]
+    return emit("aten.diagonal_scatter.default", whole, part, *view.args[1:])
 
 
 def _one_of(emit: Emit, view: View, whole: Value, part: Value) -> Value:
@@ -141,12 +142,12 @@ def _one_of(emit: Emit, view: View, whole: Value, part: Value) -> Value:
     dim = view.args[2] if len(view.args) > 2 else dict(view.kwargs).get("dim", 0)
     pieces = emit(view.target, whole, *view.args[1:], **dict(view.kwargs))
     start = sum(piece.shape[dim] for piece in pieces[: view.index])
-    return emit("aten.slice_scatter.default", whole, part, dim, start, start + part.shape[dim], 1)  # type: ignore[no-any-return]
+    return emit("aten.slice_scatter.default", whole, part, dim, start, start + part.shape[dim], 1)
 
 
 def _unbound(emit: Emit, view: View, whole: Value, part: Value) -> Value:
     dim = view.args[1] if len(view.args) > 1 else 0
-    return emit("aten.select_scatter.default", whole, part, dim, view.index)  # type: ignore[no-any-return]
+    return emit("aten.select_scatter.default", whole, part, dim, view.index)
 
 
 _INVERSES: dict[str, Inverse] = {

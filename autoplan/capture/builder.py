@@ -180,7 +180,9 @@ class GraphBuilder:
             try:
                 returned = overload(call.target)(*args, **kwargs)
             except Exception as error:
-                raise CaptureError(f"operator {call.target} in module {self.module!r} fails on {call.inputs}: {error}") from error
+                raise CaptureError(
+                    f"operator {call.target} in module {self.module!r} fails on {call.inputs}: {error}"
+                ) from error
         several = isinstance(returned, list | tuple)
         results = list(returned) if several else [returned]
         if not all(isinstance(result, torch.Tensor) for result in results):
@@ -236,13 +238,13 @@ def _live(operators: Sequence[Emitted], wanted: Sequence[Value]) -> list[Emitted
 
 def _tensor_names(sources: Sequence[Value], live: Sequence[Emitted]) -> dict[Value, str]:
     """Short, unique identifiers: ``p_lin_weight``, ``linear``, ``linear_1``, ``topk_0``, ``topk_1``."""
-    prefixes = {"input": "", "parameter": "p_", "buffer": "b_", "constant": "c_"}
+    prefixes = {"input": "x_", "parameter": "p_", "buffer": "b_", "constant": "c_"}
     names: dict[Value, str] = {}
     taken: set[str] = set()
     counts = Counter[str]()
 
     def claim(value: Value, base: str) -> None:
-        name = base if base not in taken else f"{base}_{counts[base]}"
+        name = base
         while name in taken:
             counts[base] += 1
             name = f"{base}_{counts[base]}"
@@ -251,7 +253,7 @@ def _tensor_names(sources: Sequence[Value], live: Sequence[Emitted]) -> dict[Val
 
     for value in sources:
         path = value.source.removeprefix("kwargs.") if value.kind == "input" else value.source
-        claim(value, prefixes[value.kind] + re.sub(r"\W", "_", path) if value.kind != "input" else "x_" + re.sub(r"\W", "_", path))
+        claim(value, prefixes[value.kind] + re.sub(r"\W", "_", path))
     for emitted in live:
         for value in emitted.outputs:
             claim(value, "t_" + _kind(emitted.target))
@@ -281,7 +283,14 @@ def _operator(name: str, emitted: Emitted, names: dict[Value, str]) -> Operator:
 
 def _tensor(value: Value, names: dict[Value, str]) -> Tensor:
     return Tensor(
-        names[value], value.shape, value.dtype, value.kind, value.requires_grad, value.source, value.aliases, value.batch_dim
+        names[value],
+        value.shape,
+        value.dtype,
+        value.kind,
+        value.requires_grad,
+        value.source,
+        value.aliases,
+        value.batch_dim,
     )
 
 
@@ -327,7 +336,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    return getattr(torch, name)
 
 
 def _floating(dtype: str) -> bool:

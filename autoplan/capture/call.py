@@ -9,8 +9,13 @@ or, where ``autoplan.capture.rewrites.REWRITES`` has the target, lets the rewrit
 be missing), ``kwargs`` its keyword-only ones.  Tensors arrive as :class:`Handle`, lists of them as tuples;
 dtypes, devices, layouts and memory formats as :class:`~searchspace.graph.Symbol`, numbers as they are.
 ``emit(target, *args, **kwargs)`` takes the same and returns one handle, or a tuple of them for an operator
-with several outputs.  A rewrite returns as many handles as the original has outputs (also for operators that return a list), or
-``NotImplemented`` to keep the call as it is; it may return handles that it was given.
+with several outputs.  A rewrite returns as many handles as the original has outputs (also for operators that
+return a list), or ``NotImplemented`` to keep the call as it is; it may return handles that it was given.
+Calls that it emits are folded and rewritten in turn, but not by itself.
+
+In-place operators arrive as their out-of-place forms.  One operator writes without saying so in its schema:
+``aten.batch_norm.default`` in training with running statistics; its rewrite returns
+``(output, new_running_mean, new_running_var)``.
 """
 
 from __future__ import annotations
@@ -104,6 +109,10 @@ class Emit(Protocol):
 
     def __call__(self, target: str, *args: Any, **kwargs: Any) -> Any: ...
 
+    def serial(self) -> int:
+        """0, 1, 2...: another number at each call in the course of one capture (to tell random operators apart)."""
+        ...
+
 
 Rewrite = Callable[..., Any]
 
@@ -116,7 +125,7 @@ def overload(target: str) -> Callable[..., Any]:
         found = getattr(getattr(getattr(torch.ops, namespace), packet), name)
     except (AttributeError, ValueError) as error:
         raise CaptureError(f"no torch operator is called {target!r}") from error
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 @cache

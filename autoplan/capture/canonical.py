@@ -106,7 +106,7 @@ def _linear_of(emit: Emit, x: Value, shape: tuple[int, ...]) -> Value | None:
     y = made.given[0]
     if (*y.shape[:-1], weight.shape[1]) != shape or y.shape[-1] != weight.shape[0]:
         return None
-    return emit("aten.linear.default", y, emit("aten.t.default", weight), bias)  # type: ignore[no-any-return]
+    return emit("aten.linear.default", y, emit("aten.t.default", weight), bias)
 
 
 def fold_view(emit: Emit, x: Value, shape: Any) -> Any:

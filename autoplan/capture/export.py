@@ -50,18 +50,23 @@ class _Loss(nn.Module):
         self.__dict__["function"] = function  # not a submodule: its tensors are constants, not the model's
 
     def forward(self, output: Any, *args: Any) -> Any:
-        return self.function(output, *args)
+        return self.__dict__["function"](output, *args)
 
 
 class _Wrapper(nn.Module):
     """Takes the call's tensors flat, gives the output's tensors flat and the loss."""
 
     def __init__(
-        self, model: nn.Module, signature: CallSignature, loss: Callable[..., Any] | None, train: bool, autocast: str | None
+        self,
+        model: nn.Module,
+        signature: CallSignature,
+        loss: Callable[..., Any] | None,
+        train: bool,
+        autocast: str | None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.loss = _Loss(loss) if loss is not None else None
+        self.loss: nn.Module | None = _Loss(loss) if loss is not None else None
         self.signature, self.train_mode, self.autocast = signature, train, autocast
         self.outputs = Outputs()
 
@@ -152,7 +157,10 @@ def trace(
 
 @contextlib.contextmanager
 def _tracing_settings() -> Iterator[None]:
-    """No fused inference kernels of attention modules, and no warnings about torch's own tracing."""
+    """No shortcuts that look at data: fused inference kernels of attention modules, and the guess of a Transformer
+    module that its mask is causal (the mask itself is used, so that nothing changes).  No warnings about tracing."""
+    guess = torch.nn.modules.transformer._detect_is_causal_mask
+    torch.nn.modules.transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
     fast = torch.backends.mha.get_fastpath_enabled()
     shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = shapes.level
@@ -161,8 +169,9 @@ def _tracing_settings() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
-            warnings.filterwarnings("ignore", message=".*was assigned during export.*")
+            warnings.filterwarnings("ignore", message="The tensor attribute.* assigned during export")
             yield
     finally:
+        torch.nn.modules.transformer._detect_is_causal_mask = guess
         torch.backends.mha.set_fastpath_enabled(fast)
         shapes.setLevel(level)

@@ -79,8 +79,8 @@ def capture(
     describe, rewrites = _meaning()
     builder = GraphBuilder(fake, where, describe, gradients=mode == "train")
     sources = _Sources(builder, signature, inventory, floating)
-    results = Lowering(builder, rewrites).run(traced.program.graph_module, sources.placeholders(traced))
     lowering = Lowering(builder, rewrites)
+    results = lowering.run(traced.program.graph_module, sources.placeholders(traced))
     values = [lowering.read(result) for result in results]
     loss = values.pop() if mode == "train" else None
     if loss is not None and not loss.requires_grad:
@@ -122,7 +122,7 @@ class _Sources:
                 )
                 alias = Alias.fresh(value)
                 self._state.append((alias, value))
-                self._by_name.update({name: alias for name in item.names})
+                self._by_name.update(dict.fromkeys(item.names, alias))
 
     def placeholders(self, traced: Trace) -> list[Alias]:
         """One entry for each placeholder of the exported graph, in its order."""
@@ -163,8 +163,12 @@ class _Sources:
             if alias.memory.version == 0:
                 continue
             if value.kind != "buffer":
-                what = f"parameter {value.source!r}" if value.kind == "parameter" else f"tensor attribute {value.source!r}"
-                hint = "update it outside the model" if value.kind == "parameter" else "register it with register_buffer"
+                what = (
+                    f"parameter {value.source!r}" if value.kind == "parameter" else f"tensor attribute {value.source!r}"
+                )
+                hint = (
+                    "update it outside the model" if value.kind == "parameter" else "register it with register_buffer"
+                )
                 raise CaptureError(f"forward changes the {what} in place; {hint}")
             new = lowering.read(alias)
             if new is not value:

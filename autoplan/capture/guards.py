@@ -55,24 +55,27 @@ def _check_module(path: str, module: nn.Module) -> None:
                 f"model{_WRAPPERS[base.__name__]}"
             )
         if base.__name__ == "FSDPModule":
-            raise CaptureError(f"{where} was sharded by fully_shard; autoplan shards the model itself, pass it unsharded")
+            raise CaptureError(
+                f"{where} was sharded by fully_shard; autoplan shards the model itself, pass it unsharded"
+            )
     if isinstance(module, torch.jit.ScriptModule):
         raise CaptureError(f"{where} is a TorchScript module: use the module it was made from")
-    if getattr(module, "hf_device_map", None) and len(set(module.hf_device_map.values())) > 1:
-        raise CaptureError(
-            f"{where} is dispatched over devices {sorted({str(d) for d in module.hf_device_map.values()})} "
-            "(device_map); load it without device_map"
-        )
+    placed: Any = module.__dict__.get("hf_device_map") or {}
+    if len(set(placed.values())) > 1:
+        devices = sorted({str(device) for device in placed.values()})
+        raise CaptureError(f"{where} is dispatched over devices {devices} (device_map); load it without device_map")
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is None:
             continue
         full = f"{path}.{name}" if path else name
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             raise CaptureError(f"parameter {full!r} is lazy and has no shape yet: call the model once first")
         if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) and not isinstance(tensor, nn.Parameter):
             raise CaptureError(f"tensor {full!r} is a {type(tensor).__name__}; expected a plain torch.Tensor")
         if type(tensor.data) not in (torch.Tensor, torch._subclasses.FakeTensor):
-            raise CaptureError(f"parameter {full!r} holds a {type(tensor.data).__name__}; expected a plain torch.Tensor")
+            raise CaptureError(
+                f"parameter {full!r} holds a {type(tensor.data).__name__}; expected a plain torch.Tensor"
+            )
 
 
 def check_storage(model: nn.Module) -> None:
@@ -81,7 +84,7 @@ def check_storage(model: nn.Module) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter.is_meta or parameter.numel() == 0 or isinstance(parameter.data, torch._subclasses.FakeTensor):
             continue
-        key = (parameter.untyped_storage().data_ptr(), parameter.storage_offset())
+        key = parameter.untyped_storage().data_ptr(), int(parameter.storage_offset())
         first, identity = owners.setdefault(key, (name, id(parameter)))
         if identity != id(parameter):
             raise CaptureError(
@@ -105,7 +108,11 @@ class Places:
             owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if id(owner) in self._paths and isinstance(owner, nn.Module):
                 path = self._paths[id(owner)]
-                module = f"in module {path!r} ({self._kinds[id(owner)]})" if path else f"in the model ({self._kinds[id(owner)]})"
+                module = (
+                    f"in module {path!r} ({self._kinds[id(owner)]})"
+                    if path
+                    else f"in the model ({self._kinds[id(owner)]})"
+                )
             file = code.co_filename
             if module and not file.startswith((_TORCH, _CAPTURE)) and not file.startswith("<"):
                 line = f"{file}:{number}"

@@ -8,8 +8,9 @@ out-of-place ones, buffers that were written become updates, and every call pass
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from autoplan.capture.export import MODEL
 from searchspace.errors import CaptureError
 from searchspace.graph import Context, Symbol
 
+PLAIN = Context()
 Entry = Any
 """What a traced node stands for: an Alias, a tuple of entries, _Unknown, or a plain value."""
 
@@ -36,15 +38,45 @@ class _Unknown:
     error: CaptureError
 
 
-class Lowering:
-    """Feeds a traced program to a builder."""
+class Emitter:
+    """Emits calls on values: folded, rewritten, or appended as they are (a ``call.Emit``)."""
 
     def __init__(self, builder: GraphBuilder, rewrites: Mapping[str, Rewrite]) -> None:
         self.builder = builder
         self._rewrites = rewrites
         self._active: list[str] = []
+        self._serials = count()
 
-    def run(self, graph_module: fx.GraphModule, inputs: list[Entry], context: Context = Context()) -> tuple[Entry, ...]:
+    def __call__(self, target: str, *args: Any, **kwargs: Any) -> Any:
+        fold = FOLDS.get(target)
+        result = fold(self, *args, **kwargs) if fold is not None else NotImplemented
+        if result is NotImplemented:
+            result = self.rewritten(target, *args, **kwargs)
+        return self.builder.emit(target, *args, **kwargs) if result is NotImplemented else result
+
+    def rewritten(self, target: str, *args: Any, **kwargs: Any) -> Any:
+        """What the target's rewrite gives, or NotImplemented; a rewrite is not applied inside itself."""
+        rewrite = self._rewrites.get(target)
+        if rewrite is None or target in self._active:
+            return NotImplemented
+        self._active.append(target)
+        try:
+            return rewrite(self, *args, **kwargs)
+        finally:
+            self._active.pop()
+
+    def serial(self) -> int:
+        return next(self._serials)
+
+
+class Lowering:
+    """Feeds a traced program to a builder."""
+
+    def __init__(self, builder: GraphBuilder, rewrites: Mapping[str, Rewrite]) -> None:
+        self.builder = builder
+        self.call = Emitter(builder, rewrites)
+
+    def run(self, graph_module: fx.GraphModule, inputs: list[Entry], context: Context = PLAIN) -> tuple[Entry, ...]:
         """Lower one (sub)graph; returns the entries of its outputs."""
         env: dict[fx.Node, Entry] = {}
         supply = iter(inputs)
@@ -72,7 +104,8 @@ class Lowering:
             raise
 
     def _node(self, node: fx.Node, env: dict[fx.Node, Entry]) -> Entry:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+        mapped: Any = fx.node.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+        args, kwargs = mapped
         if node.target is operator.getitem:
             return args[0][args[1]]
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
@@ -90,7 +123,9 @@ class Lowering:
             if unknown is not None or isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
                 return unknown or _Unknown(_data_dependent(node, self.builder.module))
             name = getattr(node.target, "__name__", str(node.target))
-            raise CaptureError(f"{name} cannot be captured (control flow operators and nested graphs are not supported)")
+            raise CaptureError(
+                f"{name} cannot be captured (control flow operators and nested graphs are not supported)"
+            )
         target = qualified_name(node.target)
         if target in DROPPED:
             return None
@@ -114,31 +149,15 @@ class Lowering:
         _check(node, result)
         return self._entries(node, target, args, kwargs, result)
 
-    def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
-        """One call on values: folded, rewritten, or appended as it is."""
-        fold = FOLDS.get(target)
-        if fold is not None:
-            result = fold(self.call, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        rewrite = self._rewrites.get(target)
-        if rewrite is not None and target not in self._active:
-            self._active.append(target)
-            try:
-                result = rewrite(self.call, *args, **kwargs)
-            finally:
-                self._active.pop()
-            if result is not NotImplemented:
-                return result
-        return self.builder.emit(target, *args, **kwargs)
-
     def _write(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """An in-place operator: compute the new value, and let all that share memory see it."""
         functional = out_of_place(target)
         written = args[0]
-        before = written.read(self._derive)
+        before = self.read(written)
         if before.requires_grad and self.builder.context.no_grad:
-            raise CaptureError(f"{target} changes a tensor that has a gradient where gradients are off; write it out of place")
+            raise CaptureError(
+                f"{target} changes a tensor that has a gradient where gradients are off; write it out of place"
+            )
         value = self.call(functional, *self._read(args), **self._read(kwargs))
         if value.dtype != before.dtype:
             value = self.call("aten.to.dtype", value, Symbol(f"torch.{before.dtype}"))
@@ -151,8 +170,7 @@ class Lowering:
         """Batch norm in training: the running statistics take new values, without a gradient."""
         x, weight, bias, mean, variance, _, momentum, eps, *_ = args
         read = self._read((x, weight, bias, mean, variance))
-        rewrite = self._rewrites.get("aten.batch_norm.default")
-        result = rewrite(self.call, *read, True, momentum, eps, False) if rewrite is not None else NotImplemented
+        result = self.call.rewritten("aten.batch_norm.default", *read, True, momentum, eps, False)
         if result is NotImplemented:
             target = "aten._native_batch_norm_legit_functional.default"
             y, _, _, new_mean, new_variance = self.builder.emit(target, *read, True, momentum, eps)
@@ -166,14 +184,9 @@ class Lowering:
         with self.builder.at(self.builder.module, Context()):
             alias.write(self.call, value)
 
-    def _derive(self, target: str, *args: Any, **kwargs: Any) -> Any:
-        """Views are derived again with gradients, wherever they are read."""
-        with self.builder.at(self.builder.module, Context()):
-            return self.call(target, *args, **kwargs)
-
     def _read(self, arg: Any) -> Any:
         if isinstance(arg, Alias):
-            return arg.read(self._derive)
+            return self.read(arg)
         if isinstance(arg, list | tuple):
             return tuple(self._read(item) for item in arg)
         if isinstance(arg, dict):
@@ -184,13 +197,16 @@ class Lowering:
         """The present value of a traced tensor."""
         if isinstance(entry, _Unknown):
             raise entry.error
-        return entry.read(self._derive)  # type: ignore[no-any-return]
+        with self.builder.at(self.builder.module, Context()):  # views are derived again with gradients
+            return entry.read(self.call)
 
     def _entries(self, node: fx.Node, target: str, args: Any, kwargs: Any, result: Any) -> Entry:
         """The results as aliases; those that share memory with an argument become views of it."""
         traced = node.meta.get("val")
         base = next((a for a in args if isinstance(a, Alias)), None)
-        source = next((n for n in node.args if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor)), None)
+        source = next(
+            (n for n in node.args if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor)), None
+        )
         viewed = None
         if base is not None and source is not None:
             plain = tuple(SELF if a is base else self._read(a) for a in args)
@@ -244,9 +260,7 @@ def normalised(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     keywords = {
         a.name: DEVICE if a.name == "device" else kwargs[a.name]
         for a in arguments
-        if a.kwarg_only
-        and a.name not in _IGNORED
-        and (a.name == "device" or kwargs.get(a.name) is not None)
+        if a.kwarg_only and a.name not in _IGNORED and (a.name == "device" or kwargs.get(a.name) is not None)
     }
     return positional, keywords
 

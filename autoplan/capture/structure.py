@@ -63,7 +63,7 @@ Opened = tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]]
 def _open(value: Any) -> Opened | None:
     """Children of a container by key, and the function that builds the container from new children."""
     kind = type(value)
-    if isinstance(value, torch.Tensor | str | bytes) or isinstance(value, type) or is_cache(value):
+    if isinstance(value, torch.Tensor | str | bytes | type) or is_cache(value):
         return None
     if isinstance(value, tuple):
         if hasattr(value, "_fields"):
@@ -73,8 +73,7 @@ def _open(value: Any) -> Opened | None:
         return list(enumerate(value)), lambda items: items if kind is list else kind(items)
     if isinstance(value, dict | UserDict | Mapping):
         keys = list(value)
-        fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
-        return [(key, value[key]) for key in keys], lambda items: _mapping(value, keys, items, fields)
+        return [(key, value[key]) for key in keys], lambda items: _mapping(value, keys, items)
     if dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value)]
         return [(n, getattr(value, n)) for n in names], lambda items: _record(kind, names, items)
@@ -85,13 +84,13 @@ def _open(value: Any) -> Opened | None:
     return None
 
 
-def _mapping(like: Any, keys: list[Any], items: list[Any], fields: set[str]) -> Any:
+def _mapping(like: Any, keys: list[Any], items: list[Any]) -> Any:
     """A mapping of the type of ``like`` with the same keys in the same order."""
     pairs = dict(zip(keys, items, strict=True))
     kind = type(like)
     if kind is dict:
         return pairs
-    if fields:  # transformers' ModelOutput: a dataclass and a dict at once, which leaves out fields that are None
+    if dataclasses.is_dataclass(kind):  # transformers' ModelOutput: a dataclass and a dict at once, None left out
         return kind(**pairs)
     fresh = copy.copy(like)
     for key, item in pairs.items():
@@ -101,7 +100,7 @@ def _mapping(like: Any, keys: list[Any], items: list[Any], fields: set[str]) -> 
 
 def _record(kind: type, names: list[str], items: list[Any]) -> Any:
     """A dataclass instance built field by field, since ``__init__`` may take other arguments."""
-    fresh = object.__new__(kind)
+    fresh: Any = object.__new__(kind)
     for name, item in zip(names, items, strict=True):
         object.__setattr__(fresh, name, item)
     return fresh

@@ -1,0 +1,319 @@
+"""Captured graphs compute what the model computes: outputs, loss, gradients, buffers, in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoplan.capture import capture
+from autoplan.capture.structure import flatten, is_cache
+from searchspace.errors import CaptureError
+from searchspace.graph import Graph
+from tests.capture.interpreter import run_captured
+from tests.capture.models import MODELS, GPT, build, tokens
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def assert_same_as_eager(captured: Any, model: nn.Module, args: Any, kwargs: Any, loss_of: Any = own_loss) -> None:
+    """Exact equality of outputs, loss, gradients and buffers with a copy of the eager model."""
+    graph: Graph = captured.graph
+    reference = copy.deepcopy(model)
+    expected = reference(*copy.deepcopy(args), **kwargs)
+    loss = loss_of(expected)
+    loss.backward()
+    found = run_captured(captured, args, kwargs)
+    torch.testing.assert_close(found[graph.loss], loss, rtol=1e-12, atol=1e-12)
+    output = captured.unflatten_outputs(found)
+    assert type(output) is type(expected)
+    leaves, wanted_leaves = (
+        {path: leaf for path, leaf in flatten(value)[0] if not is_cache(leaf)} for value in (output, expected)
+    )
+    assert list(leaves) == list(wanted_leaves)
+    torch.testing.assert_close(leaves, wanted_leaves, rtol=1e-12, atol=1e-12)
+    trained = [t for t in graph.parameters if t.requires_grad]
+    gradients = torch.autograd.grad(found[graph.loss], [found[t.name] for t in trained], allow_unused=True)
+    for tensor, gradient in zip(trained, gradients, strict=True):
+        wanted = reference.get_parameter(tensor.source).grad
+        assert (gradient is None) == (wanted is None), tensor.source
+        if wanted is not None:
+            torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12, msg=tensor.source)
+    updates = dict(graph.buffer_updates)
+    for name in captured.named_buffers():
+        wanted = reference.get_buffer(graph.tensor[name].source)
+        torch.testing.assert_close(found[updates.get(name, name)].detach(), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_graph_equals_eager_model(name: str) -> None:
+    model, args, kwargs = build(name)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    captured = capture(model, args, kwargs)
+    assert_same_as_eager(captured, model, args, kwargs)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_meta_gives_the_same_graph_as_real(name: str) -> None:
+    model, args, kwargs = build(name)
+    real = capture(model, args, kwargs).graph
+    model = model.to("meta")
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    if isinstance(model, GPT):
+        model.head.weight = model.wte.weight
+    args = tuple(arg.to("meta") for arg in args)
+    kwargs = {key: value.to("meta") for key, value in kwargs.items()}
+    assert capture(model, args, kwargs).graph == real
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inference_has_no_loss_and_no_gradient(name: str) -> None:
+    model, args, kwargs = build(name)
+    model.train()
+    captured = capture(model, args, kwargs, mode="inference")
+    assert model.training
+    assert captured.graph.loss is None
+    assert not captured.graph.buffer_updates
+    assert not any(tensor.requires_grad for tensor in captured.graph.tensors)
+    with torch.no_grad():
+        expected = model.eval()(*args, **kwargs)
+    output = captured.unflatten_outputs(run_captured(captured, args, kwargs))
+    torch.testing.assert_close(own_loss(output), own_loss(expected), rtol=1e-12, atol=1e-12)
+
+
+def test_tied_parameter_is_one_tensor_with_aliases() -> None:
+    model, args, kwargs = build("gpt")
+    captured = capture(model, args, kwargs)
+    tensor = captured.graph.tensor["p_wte_weight"]
+    assert (tensor.source, tensor.aliases) == ("wte.weight", ("head.weight",))
+    assert captured.names(tensor) == ("wte.weight", "head.weight")
+    assert captured.parameter("p_wte_weight") is captured.parameter("head.weight") is model.head.weight
+    assert len(captured.graph.parameters) == len(list(model.parameters()))
+    consumers = {op.target for op, _ in captured.graph.consumers["p_wte_weight"]}
+    assert len(consumers) == 2
+
+
+def test_operator_names_are_module_path_and_kind() -> None:
+    model, args, kwargs = build("gpt")
+    graph = capture(model, args, kwargs).graph
+    assert "h.0.qkv/linear" in graph.operator
+    assert graph.operator["h.1.ln_2/layer_norm"].module == "h.1.ln_2"
+    assert all(name.isidentifier() for name in graph.tensor)
+    assert capture(model, args, kwargs).graph == graph
+
+
+def test_bf16_casts_parameters_and_inputs_but_not_buffers() -> None:
+    model, args, kwargs = build("resnet")
+    captured = capture(model.float(), (args[0].float(), args[1]), kwargs, precision="bf16")
+    dtypes = {t.kind: {u.dtype for u in captured.graph.of_kind(t.kind)} for t in captured.graph.tensors}
+    assert dtypes["parameter"] == {"bfloat16"}
+    assert dtypes["input"] == {"bfloat16", "int64"}
+    assert dtypes["buffer"] == {"float32", "int64"}
+    inputs = captured.flatten_call((args[0].float(), args[1]))
+    assert inputs["x_args_0"].dtype == torch.bfloat16
+
+
+def test_bf16_graph_equals_model_in_bf16() -> None:
+    model, args, kwargs = build("gpt")
+    captured = capture(model.float(), args, kwargs, precision="bf16")
+    found = run_captured(captured, args)[captured.graph.loss]
+    assert torch.equal(found, copy.deepcopy(model).bfloat16()(*args))
+
+
+def test_autocast_records_context_and_real_dtypes() -> None:
+    model, args, kwargs = build("gpt")
+    model = model.float()
+    captured = capture(model, args, kwargs, precision="autocast")
+    linear = captured.graph.operator["h.0.qkv/linear"]
+    assert linear.context.autocast == "bfloat16"
+    assert captured.graph.tensor[linear.outputs[0]].dtype == "bfloat16"
+    assert captured.graph.tensor["p_h_0_qkv_weight"].dtype == "float32"
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(*args)
+    torch.testing.assert_close(run_captured(captured, args)[captured.graph.loss], expected)
+
+
+class Regions(nn.Module):
+    """Autocast and no_grad regions, a frozen parameter, an unused one, a constant, an integer state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.frozen, self.unused = (nn.Linear(6, 6) for _ in range(4))
+        self.frozen.requires_grad_(False)
+        self.table = torch.linspace(0, 1, 6)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("again", self.steps)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = self.a(x).abs().mean()
+            self.steps += 1
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.b(x)
+            with torch.autocast("cpu", enabled=False):
+                y = self.frozen(y.float() + self.table)
+        return (self.a(y) * scale.detach() / self.steps + torch.tensor([1.0, 2.0] * 3)).pow(2).mean()
+
+
+def test_regions_keep_their_context() -> None:
+    torch.manual_seed(0)
+    model, args = Regions(), (torch.randn(4, 6),)
+    captured = capture(model, args)
+    graph = captured.graph
+    assert_same_as_eager(captured, model, args, {})
+    contexts = {op.context.autocast for op in graph.operators if op.target == "aten.linear.default"}
+    assert contexts == {None, "bfloat16"}
+    assert any(op.context.no_grad for op in graph.operators)
+    assert not graph.tensor["p_frozen_weight"].requires_grad
+    assert graph.tensor["p_unused_weight"].requires_grad
+    assert not graph.consumers["p_unused_weight"]
+    assert graph.tensor["b_steps"].aliases == ("again",)
+    assert [buffer for buffer, _ in graph.buffer_updates] == ["b_steps"]
+    assert {name: tuple(value.shape) for name, value in captured.constants.items()} == {
+        "c_table": (6,),
+        "c_lifted_tensor_0": (6,),
+    }
+
+
+def test_common_subexpressions_are_computed_once_but_random_ones_are_not() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            dead = x.cos()
+            assert dead.shape == x.shape
+            return ((x.exp() @ w.t() + x.exp() @ w.t()) * torch.rand_like(x) * torch.rand_like(x)).sum()
+
+    graph = capture(Twice(), (torch.randn(4, 4), torch.randn(4, 4)), mode="inference").graph
+    targets = [op.target for op in graph.operators]
+    assert targets.count("aten.exp.default") == 1
+    assert targets.count("aten.matmul.default") == 1
+    assert "aten.cos.default" not in targets
+    assert len([op for op in graph.operators if op.name.startswith(("rand", "uniform"))]) == 2
+
+
+def test_conv1d_becomes_one_linear() -> None:
+    model, args, kwargs = build("hf_gpt2")
+    graph = capture(model, args, kwargs).graph
+    assert not any(op.target == "aten.addmm.default" for op in graph.operators)
+    linear = graph.operator["transformer.h.0.attn.c_attn/linear"]
+    assert graph.tensor[linear.inputs[0]].shape == (4, 8, 24)
+
+
+def test_loss_function_with_arguments() -> None:
+    torch.manual_seed(0)
+    model, ids, labels = GPT().double(), tokens(), tokens()
+
+    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
+
+    captured = capture(model, (ids,), loss_fn=loss_fn, loss_args=(labels,))
+    found = run_captured(captured, (ids,), loss_args=(labels,))
+    torch.testing.assert_close(found[captured.graph.loss], loss_fn(model(ids), labels))
+    assert captured.graph.inputs == ("x_args_0", "x_loss_args_0")
+    assert any(op.module == "loss" for op in captured.graph.operators)
+    assert len(captured.graph.outputs) == 1
+
+
+def test_checkpointed_regions_keep_their_gradient() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.a, x, use_reentrant=False)
+            return checkpoint(self.b, x, use_reentrant=True).pow(2).mean()
+
+    torch.manual_seed(0)
+    model, args = Checkpointed().double(), (torch.randn(4, 6).double(),)
+    captured = capture(model, args)
+    assert_same_as_eager(captured, model, args, {})
+    assert len(captured.graph.parameters) == 4
+
+
+def test_masked_transformer_encoder() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+    x = torch.randn(4, 6, 16).double()
+    kwargs = {"mask": nn.Transformer.generate_square_subsequent_mask(6).double()}
+    captured = capture(model, (x,), kwargs, loss_fn=lambda y: y.pow(2).mean())
+    assert_same_as_eager(captured, model, (x,), kwargs, lambda y: y.pow(2).mean())
+
+
+def test_model_state_is_restored() -> None:
+    class Stateful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+            self.calls, self.history, self.last = 0, [], None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.history.append(x)
+            self.last = self.lin(x)
+            return self.last.mean()
+
+    model = Stateful()
+    history, lin, weight = model.history, model.lin, model.lin.weight
+    capture(model, (torch.randn(2, 4),))
+    assert model.calls == 0
+    assert model.history is history and history == []
+    assert model.last is None
+    assert model.lin is lin and model.lin.weight is weight
+
+
+def test_lstm_parameters_are_found_in_its_flat_list() -> None:
+    torch.manual_seed(0)
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.rnn(x)[0].pow(2).mean()
+
+    model, args = Recurrent().double(), (torch.randn(3, 4, 6).double(),)
+    captured = capture(model, args)
+    assert_same_as_eager(captured, model, args, {})
+    assert not captured.constants
+
+
+def test_loss_without_parameters_is_refused() -> None:
+    class Identity(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(CaptureError, match="does not depend on any parameter that requires a gradient"):
+        capture(Identity(), (torch.randn(3, 2),), loss_fn=lambda y: y.mean())
+    assert capture(Identity(), (torch.randn(3, 2),), mode="inference").graph.outputs == ("x_args_0",)
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(CaptureError, match="expected mode to be one of train, inference, got 'eval'"):
+        capture(nn.Linear(2, 2), (torch.randn(1, 2),), mode="eval")  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match="expected precision to be one of float32, bf16, autocast, got 'fp8'"):
+        capture(nn.Linear(2, 2), (torch.randn(1, 2),), precision="fp8")  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match="loss_fn is a module with parameters"):
+        capture(nn.Linear(2, 2), (torch.randn(1, 2),), loss_fn=nn.Linear(2, 1))
+
+
+def test_deep_model_on_meta_is_captured_without_weights() -> None:
+    with torch.device("meta"):
+        model = GPT(vocabulary=50257, width=12288, heads=96, layers=6, length=2048)
+        ids = torch.zeros(8, 2048, dtype=torch.long)
+    captured = capture(model, (ids, ids), precision="bf16")
+    assert sum(t.bytes for t in captured.graph.parameters) > 20e9
+    assert captured.graph.batch == 8
