@@ -37,10 +37,10 @@ Segment = Callable[..., tuple[Tensor, ...]]
 
 # Builtins with the operator's own schema, as torch generates them from the same declarations.  A call costs
 # 1 to 2 microseconds less than through the OpOverload.  Only names whose binding is generated are listed
-# (`to`, `contiguous` and others are written by hand in torch and differ).
+# (`to`, `contiguous` are written by hand and differ), and whose defaults agree (those of losses do not).
 _FAST: dict[str, Any] = {
     **dict.fromkeys(
-        ("linear", "gelu", "scaled_dot_product_attention", "cross_entropy_loss", "silu", "log_sigmoid", "pad"),
+        ("linear", "gelu", "scaled_dot_product_attention", "silu", "log_sigmoid", "pad"),
         torch._C._nn,
     ),
     **dict.fromkeys(

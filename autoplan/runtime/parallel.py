@@ -1,0 +1,316 @@
+"""``Parallel``: a model that runs by a plan, with the face of a module that trains itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from autoplan.operators.randomness import set_step
+from autoplan.runtime import gradients, progress
+from autoplan.runtime.bound import BoundProgram, Programs
+from autoplan.runtime.codegen import SegmentCompiler, SegmentOptions
+from autoplan.runtime.parameters import ParameterShard, Shards
+from autoplan.runtime.state import State
+from autoplan.runtime.transport import Transport
+from searchspace.errors import ExecutionError, NonFiniteError
+from searchspace.graph import Graph
+
+Nonfinite = Literal["ignore", "raise", "skip"]
+
+
+class Model(Protocol):
+    """What the runtime needs of a captured model (``autoplan.capture.Captured`` has it)."""
+
+    @property
+    def graph(self) -> Graph: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]: ...
+
+    def flatten_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_args: Sequence[Any], *, batch: int | None
+    ) -> dict[str, Tensor]: ...
+
+    def batch_of(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_args: Sequence[Any]
+    ) -> int | None: ...
+
+    def unflatten_outputs(self, tensors: Sequence[Tensor | None]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """How a plan is run.
+
+    Fields
+        sharded_input: each rank passes its own part of the batch; the parts of all ranks, in the order of
+            the ranks, are the global batch.  Otherwise every rank passes the whole of it.
+        nonfinite: what happens when the loss or a gradient is NaN or infinite on any rank: ``"ignore"``,
+            ``"raise"`` NonFiniteError on all ranks, or ``"skip"``: the call leaves no gradient on any rank.
+        seed: of dropout and other random operators; together with the count of calls it fixes every mask.
+        segments: how generated code is compiled and where it is written.
+    """
+
+    sharded_input: bool = False
+    nonfinite: Nonfinite = "ignore"
+    seed: int = 0
+    segments: SegmentOptions = field(default_factory=SegmentOptions)
+
+    def __post_init__(self) -> None:
+        if self.nonfinite not in ("ignore", "raise", "skip"):
+            raise ExecutionError(f'expected nonfinite to be "ignore", "raise" or "skip", got {self.nonfinite!r}')
+
+
+class Parallel:
+    """A model that runs by a plan on the ranks of ``transport``.
+
+    Every method but the properties and ``parameters`` is collective: all ranks call it, in the same order.
+    The user's module is read, not changed: parameters and buffers are copied, each rank only its part.
+    """
+
+    def __init__(
+        self, model: Model, programs: Programs, transport: Transport, options: RuntimeOptions = RuntimeOptions()
+    ) -> None:
+        self.graph = model.graph
+        self.options = options
+        self.transport = transport
+        self.step = 0
+        """Calls of :meth:`train_step` so far; a checkpoint keeps it."""
+        self.skipped = 0
+        """Calls whose gradients were dropped because they were not finite."""
+        self._model = model
+        ranks = programs.forward.ranks
+        if not set(transport.ranks) <= set(ranks) or transport.world > len(ranks):
+            raise ExecutionError(f"the plan runs on ranks {list(ranks)}, but {transport.world} ranks were started")
+        compiler = SegmentCompiler(transport.device, options.segments)
+        reference = programs.train or programs.forward
+        self.shards = Shards(model.graph, reference, transport, self._initial)
+        self._state = State(model, self.shards, transport)
+        self._refresh = BoundProgram(programs.refresh, transport, compiler)
+        self._train = BoundProgram(programs.train, transport, compiler) if programs.train is not None else None
+        self._forward = BoundProgram(programs.forward, transport, compiler)
+        self._stored: dict[Any, Tensor] = {}
+        self._versions: list[int] | None = None
+        self._training = model.model.training
+
+    def _initial(self, name: str) -> Tensor | None:
+        value = self._model.model.get_parameter(name)
+        return None if value.is_meta else value
+
+    # -- what the user steps on ------------------------------------------------------------------
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The shards that the optimizer of this process updates."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Shards with their names in the model.
+
+        With all ranks in one process a name comes once per rank that holds a part.
+        """
+        yield from self.shards.named_parameters()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget (or zero) all gradients."""
+        for parameter in self.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    @property
+    def training(self) -> bool:
+        """The training flag with which the model was captured."""
+        return self._training
+
+    def train(self, mode: bool = True) -> Parallel:
+        """The model runs in the mode in which it was captured.
+
+        Raises ExecutionError when the other mode is asked for and would compute something else.
+        """
+        if mode != self._training and self._depends_on_mode():
+            have, want = ("training", "evaluation") if self._training else ("evaluation", "training")
+            raise ExecutionError(
+                f"{self.graph.name} was captured in {have} mode and has operators that differ in {want} mode "
+                f"({self._depends_on_mode()}); call model.{'train' if mode else 'eval'}() before parallelize"
+            )
+        self._training = mode
+        return self
+
+    def eval(self) -> Parallel:
+        """``train(False)``."""
+        return self.train(False)
+
+    def _depends_on_mode(self) -> str:
+        if self.graph.buffer_updates:
+            return f"buffer {self.graph.tensor[self.graph.buffer_updates[0][0]].source} is updated"
+        for op in self.graph.operators:
+            if op.random or "batch_norm" in op.target:
+                return f"{op.target} in {op.module or 'the model'}"
+        return ""
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def train_step(self, *args: Any, loss_args: Sequence[Any] = (), **kwargs: Any) -> Tensor:
+        """Forward and backward: the loss, the same scalar on all ranks; gradients are added to ``.grad``.
+
+        Raises CaptureError when the call differs from the captured one, NonFiniteError as the options say.
+        """
+        if self._train is None:
+            raise ExecutionError(f'{self.graph.name} was planned with mode="inference"; it has no train_step')
+        self.step += 1
+        with self._running(self._train, args, kwargs, loss_args) as run:
+            loss = run.result(run.program.loss)
+            found = list(run.gradients(self.shards))
+            if self._usable(loss, found):
+                gradients.deliver(found)
+                self._state.update_buffers(run)
+        return loss
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, whole on every rank.  Buffers are updated as the model's forward would."""
+        return self._evaluate(args, kwargs, (), update=True)[0]
+
+    def eval_step(self, *args: Any, loss_args: Sequence[Any] = (), **kwargs: Any) -> Any:
+        """A forward that leaves no trace: the loss if the model was captured with one, else the output."""
+        output, loss = self._evaluate(args, kwargs, loss_args, update=False)
+        return output if loss is None else loss
+
+    def _evaluate(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_args: Sequence[Any], update: bool
+    ) -> tuple[Any, Tensor | None]:
+        with self._running(self._forward, args, kwargs, loss_args) as run:
+            results = [run.result(run.program.outputs[name]) for name in self.graph.outputs]
+            loss = run.result(run.program.loss) if run.program.loss is not None else None
+            if update:
+                self._state.update_buffers(run)
+        return self._model.unflatten_outputs(results), loss
+
+    def _running(
+        self, bound: BoundProgram, args: Sequence[Any], kwargs: Mapping[str, Any], loss_args: Sequence[Any]
+    ) -> BoundProgram:
+        """Run ``bound``; a context within which its results can be read."""
+        self.shards.check_initialised()
+        inputs = self._inputs(args, kwargs, loss_args)
+        self.refresh()
+        progress.report(self.step)
+        set_step(self.options.seed, self.step)
+        bound.bind_state(self.shards, self._stored, self._state)
+        bound.run(inputs)
+        return bound
+
+    def _inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_args: Sequence[Any]
+    ) -> dict[str, Tensor]:
+        """The graph's inputs on this process's device."""
+        model, device, batch = self._model, self.transport.device, self.graph.batch
+        if self.options.sharded_input:
+            batch = model.batch_of(args, kwargs, loss_args)
+        flat = {n: t.detach().to(device) for n, t in model.flatten_call(args, kwargs, loss_args, batch=batch).items()}
+        if self.options.sharded_input:
+            for name in self.graph.inputs:
+                dim = self.graph.tensor[name].batch_dim
+                if dim is not None:
+                    flat[name] = self.transport.concatenate([flat[name]], dim)
+                    if flat[name].shape[dim] != self.graph.batch:
+                        raise ExecutionError(
+                            f"the ranks' parts make a batch of {flat[name].shape[dim]}, the plan has {self.graph.batch}"
+                        )
+        return flat
+
+    # -- parameters between steps ----------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Bring what segments read up to date with the shards, if an optimizer has changed them.
+
+        Happens by itself before the next step.
+        """
+        if not self._refresh.program.steps:
+            return
+        versions = [shard.parameter._version for shard in self.shards]
+        stale = versions != self._versions
+        if not self._refresh.local:  # a rank without shards takes part, and cannot see that others changed
+            flags = [torch.tensor([stale], dtype=torch.int32)] * len(self.transport.ranks)
+            stale = bool(self.transport.reduce(flags, "max"))
+        if stale:
+            self._refresh.bind_state(self.shards, {}, self._state)
+            self._refresh.run({})
+            self._stored = self._refresh.stored_parameters()
+            self._refresh.clear()
+            self._versions = versions
+            self._forward.unbind_state()
+            if self._train is not None:
+                self._train.unbind_state()
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def _usable(self, loss: Tensor, found: Sequence[tuple[ParameterShard, Tensor]]) -> bool:
+        """Whether this call's gradients count; decided by all ranks together."""
+        if self.options.nonfinite == "ignore":
+            return True
+        finite = gradients.all_finite([loss, *(gradient for _, gradient in found)])
+        flags = [torch.tensor([not finite], dtype=torch.int32)] * len(self.transport.ranks)
+        if not bool(self.transport.reduce(flags, "max")):
+            return True
+        if self.options.nonfinite == "skip":
+            self.skipped += 1
+            return False
+        own = [shard.name for shard, gradient in found if not gradients.all_finite([gradient])]
+        where = f"; on this rank in the gradients of {', '.join(own[:3])}" if own else ""
+        raise NonFiniteError(f"step {self.step}: the loss is {loss.item()}, or a gradient is NaN or infinite{where}")
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients of the model as one vector: a float64 scalar, equal on all ranks."""
+        return gradients.total_norm(self.shards, self.transport, float(norm_type))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before.
+
+        The factor is that of ``torch.nn.utils.clip_grad_norm_``: ``max_norm / (norm + 1e-6)``, at most 1.
+        """
+        norm = self.grad_norm(norm_type)
+        gradients.scale(self.parameters(), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """Every parameter's gradient, whole, by its name in the model; None where no rank has one."""
+        return self._state.full_gradients()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Names and whole tensors as the single-device model's ``state_dict()``, on every rank."""
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Take parameters and buffers from a single-device state, each rank its part.
+
+        Raises CheckpointError for a wrong shape and, with ``strict``, for missing or unexpected names.
+        """
+        self._state.load_state_dict(state, strict)
+        self._forget_bound_state()
+
+    def initialize(self, function: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+        """Give every parameter the value ``function(name, shape)``, one whole tensor at a time."""
+        for name in self.shards.bindings:
+            tensor = self.graph.tensor[name]
+            self.shards.load(name, function(tensor.source, tensor.shape))
+        self._forget_bound_state()
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers' present values by their names in the model, non-persistent ones too."""
+        return {self.graph.tensor[name].source: value for name, value in self._state.buffers.items()}
+
+    def _forget_bound_state(self) -> None:
+        self._versions = None
+        for bound in (self._forward, self._train):
+            if bound is not None:
+                bound.unbind_state()

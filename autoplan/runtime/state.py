@@ -1,0 +1,124 @@
+"""The model's state in the single-device model's names and shapes: parameters, buffers, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autoplan.runtime.parameters import ParameterShard, Shards
+from autoplan.runtime.transport import Transport
+from searchspace.errors import CheckpointError, ExecutionError
+
+if TYPE_CHECKING:
+    from autoplan.runtime.bound import BoundProgram
+    from autoplan.runtime.parallel import Model
+
+
+class State:
+    """Buffers and constants (whole on every rank), and the way from and to a ``state_dict``.
+
+    Fields
+        buffers: present values by graph tensor.
+        constants: by graph tensor.
+        names: the keys of the model's own ``state_dict()``, in its order, with the graph tensor behind each
+            (None: something that the graph does not use, kept as it is).
+    """
+
+    def __init__(self, model: Model, shards: Shards, transport: Transport) -> None:
+        self.shards = shards
+        self.transport = transport
+        self.graph = model.graph
+        device = transport.device
+        self.buffers = {t.name: _copy(model.model.get_buffer(t.source), device) for t in self.graph.of_kind("buffer")}
+        self.constants = {name: _copy(value, device) for name, value in model.constants.items()}
+        by_name = {
+            name: t.name
+            for t in self.graph.of_kind("parameter", "buffer")
+            for name in (t.source, *t.aliases)
+            if t.name in self.buffers or t.name in shards.bindings
+        }
+        own = model.model.state_dict(keep_vars=True)
+        self.names: dict[str, str | None] = {key: by_name.get(key) for key in own}
+        self._others = {
+            key: _copy(value, torch.device("cpu")) if isinstance(value, Tensor) else value
+            for key, value in own.items()
+            if self.names[key] is None
+        }
+        missing = [t.source for t in self.graph.of_kind("buffer") if self.buffers[t.name].is_meta]
+        if missing:
+            raise ExecutionError(
+                f"buffer {missing[0]} is on the meta device and has no values; build the model's buffers on a real "
+                "device (parameters may stay on meta)"
+            )
+
+    def update_buffers(self, run: BoundProgram) -> None:
+        """Let each buffer take the value that the run computed for it."""
+        if not run.program.buffer_updates:
+            return
+        tensors = {slot: tensor for tensor, slot in run.program.buffers.items()}
+        store = next(iter(run.stores.values()))
+        for key, slot in run.program.buffer_updates:
+            # in place: programs that are bound to the buffer see the new value
+            self.buffers[tensors[slot]].copy_(store.buffers[key])
+
+    def state_dict(self) -> dict[str, Any]:
+        whole: dict[str, Tensor] = {}
+        found: dict[str, Any] = {}
+        for key, tensor in self.names.items():
+            if tensor is None:
+                found[key] = self._others[key]
+                continue
+            if tensor not in whole:
+                if tensor in self.buffers:
+                    whole[tensor] = self.buffers[tensor].clone()
+                else:
+                    whole[tensor] = self._gather(tensor, lambda shard: shard.parameter)
+            found[key] = whole[tensor]
+        return found
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        names = [name for name, binding in self.shards.bindings.items() if binding.gradient is not None]
+        present = torch.zeros(len(self.transport.ranks), len(names), dtype=torch.int32)
+        for row, held in enumerate(self.shards.by_rank.values()):
+            for column, name in enumerate(names):
+                present[row, column] = name in held and held[name].parameter.grad is not None
+        flags = self.transport.reduce(list(present), "max").tolist() if names else []
+        there = dict(zip(names, flags, strict=True))
+        return {
+            self.graph.tensor[name].source: self._gather(name, lambda shard: shard.parameter.grad)
+            if there.get(name)
+            else None
+            for name in self.shards.bindings
+        }
+
+    def _gather(self, name: str, of: Callable[[ParameterShard], Tensor | None]) -> Tensor:
+        return self.shards.gather(name, of, self.shards.dtype(name))
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
+        missing = [key for key in self.names if key not in state]
+        unexpected = [key for key in state if key not in self.names]
+        if strict and (missing or unexpected):
+            raise CheckpointError(
+                f"the state does not fit {self.graph.name}: missing {missing[:5]}, unexpected {unexpected[:5]}"
+            )
+        for key, tensor in self.names.items():
+            if key not in state:
+                continue
+            value = state[key]
+            if tensor is None:
+                self._others[key] = value
+            elif tensor in self.buffers:
+                buffer = self.buffers[tensor]
+                if tuple(value.shape) != tuple(buffer.shape):
+                    raise CheckpointError(f"{key}: expected shape {list(buffer.shape)}, got {list(value.shape)}")
+                buffer.copy_(value)
+            else:
+                self.shards.load(tensor, value)
+
+
+def _copy(value: Tensor, device: torch.device) -> Tensor:
+    value = value.detach()
+    return value if value.is_meta else value.to(device, copy=True)
