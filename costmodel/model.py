@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from costmodel.cluster import Cluster
@@ -29,13 +30,16 @@ from searchspace.microbatch import TimeAxis
 from searchspace.plan import Recipe
 from searchspace.rule import Choice
 
+_UNCAST = tuple(dtype for dtype in DTYPE_BYTES if dtype not in FLOATS)
+
 
 @dataclass(frozen=True)
 class OperatorCost:
     """One operator on the largest shard, for one micro-batch: seconds, and bytes kept for backward.
 
-    ``saved`` counts each saved buffer that is an input or output of the operator, which others may
-    save as well; ``evaluate`` counts storages once.
+    ``saved`` counts the operator's own outputs that it, a reader, or a reader of a view of them saves, and
+    what it saves besides; so it adds up over operators to what autograd keeps.  Copies that adapters make, and
+    which the runtime keeps as inputs and outputs of segments, are for the edges: see ``evaluate``.
     """
 
     forward: Seconds
@@ -149,9 +153,31 @@ class CostModel:
         times = [operator_seconds(op, whole, local, dtypes, wants, spec, arithmetic) for spec in specs]
         sizes = [prod(s) * DTYPE_BYTES[d] for s, d in zip(local, dtypes, strict=True)]
         use = self._storage_use(op, whole, local, dtypes, sizes, wants, arithmetic)
-        own = {names[i]: sizes[i] for i in use.saved if self.graph.tensor[names[i]].kind == "activation"}
-        cost = OperatorCost(max(f for f, _ in times), max(b for _, b in times), sum(own.values()) + use.extra)
-        return cost, use
+        kept = 0 if use.view else sum(s for n, s in zip(op.outputs, use.sizes, strict=True) if n in self.kept)
+        return OperatorCost(max(f for f, _ in times), max(b for _, b in times), kept + use.extra), use
+
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Tensors whose storage some operator saves, itself or through a view."""
+        root: dict[str, str] = {}
+        found: dict[str, None] = {}
+        for op in self.graph.operators:
+            if op.family == "view" and op.inputs:
+                root.update(dict.fromkeys(op.outputs, root.get(op.inputs[0], op.inputs[0])))
+            names = op.inputs + op.outputs
+            found.update((root.get(names[i], names[i]), None) for i in self._saved(op))
+        return frozenset(found)
+
+    def _saved(self, op: Operator) -> tuple[int, ...]:
+        """Positions among inputs, then outputs, of what autograd saves as it is (autocast saves its casts instead)."""
+        if not any(self.wants(op)):
+            return ()
+        forced = arithmetic_dtype(op, self.recipe.precision)
+        return tuple(
+            i
+            for i, name in enumerate(op.inputs + op.outputs)
+            if name in op.saved and (forced is None or self.dtypes[name] in (forced, *_UNCAST))
+        )
 
     def wants(self, op: Operator) -> tuple[bool, ...]:
         """Which inputs of ``op`` get a gradient."""
@@ -172,17 +198,13 @@ class CostModel:
     ) -> StorageUse:
         count = len(op.inputs)
         extra = transient = 0
-        saved: list[int] = []
+        saved = self._saved(op)
         if any(wants):
             if op.saved_extra_bytes:
                 extra = round(op.saved_extra_bytes * work_fraction(op.rule, whole, local))
             for i, (name, own) in enumerate(zip(op.inputs + op.outputs, dtypes, strict=True)):
-                if name not in op.saved:
-                    continue
-                if arithmetic is not None and own != arithmetic and own in FLOATS:
-                    extra += sizes[i] // DTYPE_BYTES[own] * DTYPE_BYTES[arithmetic]  # autograd keeps the cast copy
-                else:
-                    saved.append(i)
+                if name in op.saved and i not in saved and arithmetic is not None:
+                    extra += sizes[i] // DTYPE_BYTES[own] * DTYPE_BYTES[arithmetic]
             if op.family == "loss" and saved:
                 # Exponentials in float32 beside the logits (autoplan's cross entropy recomputes them).
                 transient = max(prod(shape) for shape in local) * 4
@@ -190,7 +212,7 @@ class CostModel:
             tuple(range(count)),
             tuple(range(count, len(sizes))),
             tuple(sizes[count:]),
-            tuple(saved),
+            saved,
             extra,
             transient,
             op.family == "view",
