@@ -9,6 +9,7 @@ that the buffer takes it at the end of the step.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,16 +110,15 @@ class GlobalSize:
 class Symbol:
     """A dtype, device, layout or memory format, by name: ``torch.float32``, ``cpu``, ``torch.strided``.
 
-    A device argument is ``Symbol("device")``: the rank's own device.
+    A device argument is ``Symbol("device")``: the rank's own device.  ``Symbol("operator")`` is an integer
+    argument, :func:`operator_number` of the operator's name.
     """
 
     name: str
 
 
 Literal_ = None | bool | int | float | complex | str
-Argument = (
-    Literal_ | InputRef | LocalSize | LocalOffset | LocalEnd | GlobalSize | Symbol | tuple["Argument", ...]
-)
+Argument = Literal_ | InputRef | LocalSize | LocalOffset | LocalEnd | GlobalSize | Symbol | tuple["Argument", ...]
 
 Family = Literal[
     "matmul", "attention", "convolution", "normalisation", "reduction", "pointwise",
@@ -252,6 +252,11 @@ class Graph:
     def signature(self) -> tuple[str, ...]:
         """One line per parameter and buffer: name, shape, dtype; for messages about differing models."""
         return tuple(f"{t.source} {list(t.shape)} {t.dtype}" for t in self.of_kind("parameter", "buffer"))
+
+
+def operator_number(name: str) -> int:
+    """A number for the operator ``name``, the same in every process and plan: random operators draw with it."""
+    return zlib.crc32(name.encode())
 
 
 def local_argument_sizes(arguments: Iterable[Argument]) -> bool:

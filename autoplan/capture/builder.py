@@ -321,6 +321,8 @@ def concrete(arg: Any, tensors: Sequence[torch.Tensor], device: str) -> Any:
         return tensors[arg.index]
     if isinstance(arg, tuple):
         return [concrete(item, tensors, device) for item in arg]
+    if arg == Symbol("operator"):
+        return 0  # its number makes no difference to shapes
     if isinstance(arg, Symbol):
         return torch.device(device) if arg.name == "device" else getattr(torch, arg.name.removeprefix("torch."))
     return arg

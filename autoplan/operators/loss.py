@@ -76,6 +76,26 @@ def exp_sum_and_pick(logits: Tensor, maximum: Tensor, target: Tensor, start: int
     return _ExpSumAndPick.apply(logits, maximum, target, start, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _ExpSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, maximum: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(logits, maximum)
+        ctx.dim = dim
+        return torch.sub(logits, maximum.to(_wide(logits.dtype)).unsqueeze(dim)).exp_().sum(dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logits, maximum = ctx.saved_tensors
+        grad = torch.sub(logits, maximum.to(gradients[0].dtype).unsqueeze(ctx.dim)).exp_()
+        return grad.mul_(gradients[0].unsqueeze(ctx.dim)).to(logits.dtype), None, None
+
+
+@local_operator
+def exp_sum(logits: Tensor, maximum: Tensor, dim: int) -> Tensor:
+    """``sum_c exp(l_c - m)``: the first result of :func:`exp_sum_and_pick`."""
+    return _ExpSum.apply(logits, maximum, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @local_operator
 def pick(values: Tensor, target: Tensor, start: int, dim: int) -> Tensor:
     """``v_t`` over the classes that begin at ``start``: [.., C, ..], [.., ..] -> [.., ..]; zero elsewhere."""

@@ -54,11 +54,11 @@ class _ChannelVariance(torch.autograd.Function):
 
 @local_operator
 def channel_variance(x: Tensor, mean: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Summand of the biased variance of each channel around ``mean``: [N, C, ...], [C] -> [C].
+    """Summand of the unbiased variance of each channel around ``mean``: [N, C, ...], [C] -> [C].
 
     ``mean`` must be the mean over the whole batch: the gradient with respect to it, then zero, is left out.
     """
-    return _ChannelVariance.apply(x, mean, prod(sizes))  # type: ignore[no-any-return, no-untyped-call]
+    return _ChannelVariance.apply(x, mean, max(prod(sizes) - 1, 1))  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Normalise(torch.autograd.Function):
@@ -66,8 +66,10 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+        ctx: Any, x: Tensor, mean: Tensor, unbiased: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int
     ) -> Tensor:
+        ctx.factor = (count - 1) / count
+        variance = unbiased * ctx.factor
         ctx.save_for_backward(x, mean, variance, weight)
         ctx.eps, ctx.biased = eps, bias is not None
         return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
@@ -82,33 +84,34 @@ class _Normalise(torch.autograd.Function):
         )
         inverse = torch.rsqrt(variance + ctx.eps)
         grad_mean = -inverse * scale * grad_bias
-        grad_variance = -0.5 * inverse.square() * scale * grad_weight
+        grad_variance = (-0.5 * ctx.factor) * inverse.square() * scale * grad_weight
         return (
             grad_x, grad_mean, grad_variance,
-            None if weight is None else grad_weight, grad_bias if ctx.biased else None, None,
+            None if weight is None else grad_weight, grad_bias if ctx.biased else None, None, None,
         )  # fmt: skip
 
 
 @local_operator
 def channel_normalise(
-    x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    sizes: Sequence[int],
 ) -> Tensor:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias`` of each channel: [N, C, ...], [C]... -> [N, C, ...]."""
-    return _Normalise.apply(x, mean, variance, weight, bias, eps)  # type: ignore[no-any-return, no-untyped-call]
+    """``(x - mean) / sqrt(biased variance + eps) * weight + bias``: [N, C, ...], [C]... -> [N, C, ...].
+
+    ``variance`` is the unbiased one, over elements of whole extents ``sizes``.
+    """
+    return _Normalise.apply(x, mean, variance, weight, bias, eps, prod(sizes))  # type: ignore[no-any-return, no-untyped-call]
 
 
 @local_operator
-def running_mean(running: Tensor, mean: Tensor, momentum: float) -> Tensor:
-    """The running mean after a step: [C], [C] -> [C], without gradient."""
-    return torch.lerp(running, mean.detach().to(running.dtype), momentum)
-
-
-@local_operator
-def running_variance(running: Tensor, variance: Tensor, momentum: float, sizes: Sequence[int]) -> Tensor:
-    """The running (unbiased) variance after a step, from the biased one of ``prod(sizes)`` elements."""
-    count = prod(sizes)
-    unbiased = variance.detach().to(running.dtype) * (count / max(count - 1, 1))
-    return torch.lerp(running, unbiased, momentum)
+def running_average(running: Tensor, value: Tensor, momentum: float) -> Tensor:
+    """The running mean or variance after a step: [C], [C] -> [C], without gradient."""
+    return torch.lerp(running, value.detach().to(running.dtype), momentum)
 
 
 @local_operator

@@ -29,6 +29,7 @@ from searchspace.graph import (
     LocalSize,
     Symbol,
     TensorDim,
+    operator_number,
 )
 from searchspace.layout import local_shape
 from searchspace.program import BoundOperator, SegmentCode
@@ -207,6 +208,8 @@ def _argument(value: Argument, bound: BoundOperator, names: Sequence[str]) -> st
             return str(_interval(of, bound)[1])
         case GlobalSize(of):
             return str(bound.whole[_position(of, bound)][of.dim])
+        case Symbol("operator"):
+            return str(operator_number(bound.operator.name))
         case Symbol(name):
             return name if name == "device" or name.startswith("torch.") else f"torch.device({name!r})"
         case tuple():

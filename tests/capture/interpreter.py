@@ -10,7 +10,7 @@ import torch
 
 from autoplan.capture import Captured
 from autoplan.operators import resolve
-from searchspace.graph import GlobalSize, Graph, InputRef, LocalEnd, LocalOffset, LocalSize, Operator, Symbol, TensorDim
+from searchspace.graph import GlobalSize, Graph, InputRef, LocalEnd, LocalOffset, LocalSize, Operator, Symbol, TensorDim, operator_number
 
 Tensors = dict[str, torch.Tensor]
 
@@ -42,6 +42,8 @@ def run_operator(graph: Graph, op: Operator, inputs: list[torch.Tensor]) -> list
                 return extent(of)
             case LocalOffset(_):
                 return 0
+            case Symbol("operator"):
+                return operator_number(op.name)
             case Symbol("device"):
                 return torch.device("cpu")
             case Symbol(name):

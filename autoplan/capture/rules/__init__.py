@@ -94,6 +94,7 @@ _BY_TARGET: dict[str, FamilyRule] = {
     "autoplan.embedding.default": losses.embedding,
     "autoplan.class_maximum.default": losses.over_classes,
     "autoplan.exp_sum_and_pick.default": losses.over_classes,
+    "autoplan.exp_sum.default": losses.over_classes,
     "autoplan.pick.default": losses.over_classes,
     "autoplan.token_loss.default": losses.over_tokens,
     "autoplan.log_sum.default": losses.over_tokens,
@@ -102,12 +103,12 @@ _BY_TARGET: dict[str, FamilyRule] = {
     "autoplan.channel_mean.default": normalisation.channel_statistic,
     "autoplan.channel_variance.default": normalisation.channel_statistic,
     "autoplan.channel_normalise.default": normalisation.channel_normalise,
-    "autoplan.running_mean.default": normalisation.running,
-    "autoplan.running_variance.default": normalisation.running,
+    "autoplan.running_average.default": normalisation.running,
     "autoplan.group_norm.default": normalisation.groups,
     "autoplan.grouped_convolution.default": convolution.grouped,
     "autoplan.causal_attention.default": attention.attention,
     "autoplan.triangle.default": indexing.triangle,
+    "autoplan.fused_linear.default": products.fused_linear,
 }
 
 

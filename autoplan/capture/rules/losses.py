@@ -8,18 +8,19 @@ from searchspace.graph import TensorDim
 
 
 def over_classes(call: Call) -> Traits | None:
-    """class_maximum, exp_sum_and_pick, pick: ``a c+ b, a b, a b -> a b``."""
+    """class_maximum, exp_sum, exp_sum_and_pick, pick: ``a c+ b, a b, a b -> a b``."""
     logits = call.inputs[0]
     name = packet(call.target)
     dim = int(call.argument("dim")) % len(logits.shape)  # type: ignore[arg-type, call-overload]
     tokens: list[Mark] = [*letters(len(logits.shape) - 1, skip="c")]
     inputs = {0: [*tokens[:dim], "c", *tokens[dim:]], **{i: tokens for i in range(1, len(call.inputs))}}
     maximum = name == "class_maximum"
+    picks = name in ("pick", "exp_sum_and_pick")
     return traits(
         call, inputs, [tokens] * len(call.outputs), family="loss", reductions={"c": "max" if maximum else "sum"},
-        linear=((0,),) if name == "pick" else (), starts=None if maximum else {"start": TensorDim(0, dim)},
-        flops=elements(logits) * (4 if name == "exp_sum_and_pick" else 1),
-        saves=range(len(call.inputs)) if name == "exp_sum_and_pick" else (1,) if name == "pick" else (),
+        linear=((0,),) if name == "pick" else (), starts={"start": TensorDim(0, dim)} if picks else None,
+        flops=elements(logits) * (4 if name.startswith("exp_sum") else 1),
+        saves=range(len(call.inputs)) if name.startswith("exp_sum") else (1,) if name == "pick" else (),
     )  # fmt: skip
 
 

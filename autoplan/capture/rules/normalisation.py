@@ -98,13 +98,15 @@ def channel_normalise(call: Call) -> Traits | None:
     names = letters(len(x.shape), skip="c")
     marks: list[Mark] = ["c" if d == 1 else mark for d, mark in enumerate(names)]
     inputs = {0: marks, **{i: ["c"] for i in range(1, len(call.inputs))}}
+    others = tuple(GlobalSize(TensorDim(0, d)) for d in range(len(x.shape)) if d != 1)
     return traits(
-        call, inputs, [marks], family="normalisation", flops=4 * elements(x), saves=range(min(4, len(call.inputs)))
-    )
+        call, inputs, [marks], family="normalisation", replace={"sizes": others}, flops=4 * elements(x),
+        saves=range(min(4, len(call.inputs))),
+    )  # fmt: skip
 
 
 def running(call: Call) -> Traits | None:
-    """autoplan.running_mean and running_variance: ``c, c -> c``; the element count follows the batch."""
+    """autoplan.running_average: ``c, c -> c``."""
     return traits(call, {0: ["c"], 1: ["c"]}, [["c"]], family="normalisation")
 
 

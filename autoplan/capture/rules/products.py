@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 
 from autoplan.capture.call import Call, Traits
-from autoplan.capture.rules.building import Mark, input_index, integers, letters, packet, traits
+from autoplan.capture.rules.building import Mark, elements, input_index, integers, letters, packet, traits
+from searchspace.graph import LocalEnd, LocalOffset, TensorDim
 
 PRODUCTS = frozenset("linear matmul linalg_matmul mm bmm mv dot vdot inner outer ger addmm addmv addbmm baddbmm addr".split())
 _FIXED = {
@@ -137,3 +138,25 @@ def bilinear(call: Call) -> Traits | None:
     )
 
 
+def fused_linear(call: Call) -> Traits | None:
+    """autoplan.fused_linear: ``a k+, n k+, n & -> a m, a (m 2)``; the weight's rows are taken where they are needed.
+
+    The parts split together, in as many units as all of them have; the weight stays whole along its rows.
+    """
+    lead: list[Mark] = [*letters(len(call.inputs[0].shape) - 1)]
+    widths = [output.shape[-1] for output in call.outputs]
+    units = gcd(*widths)
+    inputs: dict[int, list[Mark]] = {0: [*lead, "k"], 1: [None, "k"], 2: [None]}
+    last = len(lead)
+    ends = {
+        name: tuple(kind(TensorDim(i, last, output=True)) for i in range(len(widths)))
+        for name, kind in (("starts", LocalOffset), ("stops", LocalEnd))
+    }
+    bias = (2,) if len(call.inputs) > 2 else ()
+    x, weight = call.inputs[:2]
+    return traits(
+        call, {i: inputs[i] for i in range(len(call.inputs))}, [[*lead, ("n", width // units)] for width in widths],
+        family="matmul", reductions={"k": "sum"}, added=bias, linear=[(0, *bias), (1, *bias)], replace=ends,
+        flops=2 * elements(x) * weight.shape[0],
+        saves=[i for i in (0, 1) if call.inputs[1 - i].requires_grad],
+    )  # fmt: skip

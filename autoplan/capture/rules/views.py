@@ -74,6 +74,11 @@ def regroup(call: Call) -> Traits | None:
         return None
     before, after = regroup_marks(x.shape, y.shape)
     name = packet(call.target)
+    if name == "squeeze":  # would also drop a dimension of which the shard holds one element; a rewrite avoids it
+        given = dims_of(call.argument("dim"), len(x.shape)) if not call.target.endswith(".default") else None
+        risky = [d for d in range(len(x.shape)) if x.shape[d] > 1 and (given is None or d in given)]
+        names = [mark[0] for d in risky if isinstance(mark := before[d], tuple)]
+        before, after = ([None if m is None or m[0] in names else m for m in marks] for marks in (before, after))
     replace: dict[str, Argument] = {}
     if name == "unflatten":
         dim = dims_of(call.argument("dim"), len(x.shape))[0]

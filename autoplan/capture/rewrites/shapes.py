@@ -1,0 +1,145 @@
+"""Operators whose shapes or positions would depend on the shard are written so that they do not."""
+
+from __future__ import annotations
+
+from math import ceil, prod
+from typing import Any
+
+import torch
+
+from autoplan.capture.call import Emit, Handle, Rewrite
+from searchspace.graph import Symbol
+
+
+def squeeze(emit: Emit, x: Handle, dim: Any = None) -> Any:
+    """By shape: squeezing would also drop a dimension of which a shard holds one element."""
+    rank = len(x.shape)
+    given = range(rank) if dim is None else [d % rank for d in ((dim,) if isinstance(dim, int) else dim) if rank]
+    return emit("aten.reshape.default", x, tuple(e for d, e in enumerate(x.shape) if e != 1 or d not in given))
+
+
+def repeat(emit: Emit, x: Handle, repeats: Any) -> Any:
+    """``[a] -> [r, a] -> [r a]`` in each dimension."""
+    counts = tuple(repeats)
+    shape = (1,) * (len(counts) - len(x.shape)) + tuple(x.shape)
+    apart = tuple(e for count, extent in zip(counts, shape, strict=True) for e in ((1, extent) if count != 1 else (extent,)))
+    wide = tuple(e for count, extent in zip(counts, shape, strict=True) for e in ((count, extent) if count != 1 else (extent,)))
+    return _spread(emit, x, apart, wide, tuple(c * e for c, e in zip(counts, shape, strict=True)))
+
+
+def tile(emit: Emit, x: Handle, dims: Any) -> Any:
+    return repeat(emit, x, (1,) * (len(x.shape) - len(dims)) + tuple(dims))
+
+
+def repeat_interleave(emit: Emit, x: Handle, repeats: int, dim: int | None = None, **kwargs: Any) -> Any:
+    """``[a] -> [a, r] -> [a r]``."""
+    if dim is None:
+        x, dim = emit("aten.reshape.default", x, (prod(x.shape),)), 0
+    dim %= len(x.shape)
+    before, after = tuple(x.shape[: dim + 1]), tuple(x.shape[dim + 1 :])
+    result = (*x.shape[:dim], x.shape[dim] * repeats, *after)
+    return _spread(emit, x, (*before, 1, *after), (*before, repeats, *after), result)
+
+
+def _spread(emit: Emit, x: Handle, apart: Any, wide: Any, result: Any) -> Any:
+    found = emit("aten.expand.default", emit("aten.reshape.default", x, apart), wide)
+    return emit("aten.reshape.default", found, result)
+
+
+def split(emit: Emit, x: Handle, size: Any, dim: int = 0) -> Any:
+    """split and split_with_sizes: a slice for each part."""
+    extent = x.shape[dim]
+    if isinstance(size, int):
+        full, rest = divmod(extent, size) if size else (1, 0)
+        return _parts(emit, x, [size] * full + [rest] * bool(rest), dim)
+    return _parts(emit, x, list(size), dim)
+
+
+def chunk(emit: Emit, x: Handle, chunks: int, dim: int = 0) -> Any:
+    return split(emit, x, max(ceil(x.shape[dim] / chunks), 1), dim)
+
+
+def sections(emit: Emit, x: Handle, count: int, dim: int = 0) -> Any:
+    """tensor_split by number: the first parts get one more."""
+    share, extra = divmod(x.shape[dim], count)
+    return _parts(emit, x, [share + (i < extra) for i in range(count)], dim)
+
+
+def unbind(emit: Emit, x: Handle, dim: int = 0) -> Any:
+    return tuple(emit("aten.select.int", x, dim, i) for i in range(x.shape[dim]))
+
+
+def _parts(emit: Emit, x: Handle, widths: list[int], dim: int) -> Any:
+    """Consecutive slices; of a linear layer's features, by a linear layer whose parts can each be split."""
+    made = getattr(x, "origin", None)
+    last = dim % len(x.shape) == len(x.shape) - 1
+    if made is not None and made.target == "aten.linear.default" and last and len(widths) > 1 and min(widths) > 0:
+        source, weight, *rest = made.given
+        bias = rest[0] if rest else None
+        return emit(
+            "autoplan.fused_linear.default", source, weight, bias, tuple(widths), (0,) * len(widths), tuple(widths)
+        )
+    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    return tuple(
+        emit("aten.slice.Tensor", x, dim, end - width, end) for width, end in zip(widths, ends, strict=True)
+    )
+
+
+def arange(emit: Emit, end: Any, *, dtype: Symbol | None = None, **kwargs: Any) -> Any:
+    return arange_step(emit, 0, end, 1, dtype=dtype)
+
+
+def arange_start(emit: Emit, start: Any, end: Any, *, dtype: Symbol | None = None, **kwargs: Any) -> Any:
+    return arange_step(emit, start, end, 1, dtype=dtype)
+
+
+def arange_step(
+    emit: Emit, start: Any, end: Any, step: Any = 1, *, dtype: Symbol | None = None, **kwargs: Any
+) -> Any:
+    """Numbers by position, so that a shard makes its own."""
+    whole = all(isinstance(number, int) for number in (start, end, step))
+    kind = dtype or Symbol("torch.int64" if whole else str(torch.get_default_dtype()))
+    count = max(ceil((end - start) / step), 0)
+    return emit("autoplan.arange.default", 0, count, float(start), float(step), kind, Symbol("device"))
+
+
+def triangle(upper: bool) -> Rewrite:
+    """tril and triu: the diagonal moves with the block."""
+
+    def rewrite(emit: Emit, x: Handle, diagonal: int = 0) -> Any:
+        return emit("autoplan.triangle.default", x, diagonal, upper, 0, 0)
+
+    return rewrite
+
+
+def embedding(
+    emit: Emit, weight: Handle, indices: Handle, padding_idx: int = -1, by_frequency: bool = False, sparse: bool = False
+) -> Any:
+    """A table that can be split by rows."""
+    if by_frequency or sparse:
+        return NotImplemented
+    return emit("autoplan.embedding.default", weight, indices, 0, weight.shape[0], padding_idx)
+
+
+REWRITES: dict[str, Rewrite] = {
+    **dict.fromkeys(("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"), squeeze),
+    "aten.repeat.default": repeat,
+    "aten.tile.default": tile,
+    "aten.repeat_interleave.self_int": repeat_interleave,
+    **dict.fromkeys(
+        (
+            "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default", "aten.unsafe_split.Tensor",
+            "aten.unsafe_split_with_sizes.default",
+        ),
+        split,
+    ),
+    **dict.fromkeys(("aten.chunk.default", "aten.unsafe_chunk.default"), chunk),
+    "aten.tensor_split.sections": sections,
+    "aten.unbind.int": unbind,
+    "aten.arange.default": arange,
+    "aten.arange.start": arange_start,
+    "aten.arange.start_step": arange_step,
+    "aten.tril.default": triangle(upper=False),
+    "aten.triu.default": triangle(upper=True),
+    "aten.embedding.default": embedding,
+}  # fmt: skip
