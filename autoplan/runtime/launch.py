@@ -67,6 +67,10 @@ def _own_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+_Failure = tuple[BaseException, str]
+"""What a rank raised, and its traceback."""
+
+
 @dataclass
 class _Worker:
     process: Any
@@ -93,6 +97,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._store: dist.TCPStore | None = None
         self._board: Any = None
+        self._group = (0, world_size)
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -119,26 +124,38 @@ class WorkerPool:
         self._board = context.Array("q", self.world_size, lock=False)
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            settings = (rank, self.world_size, port, self.timeout_seconds, self.device, self.threads)
+            settings = (rank, port, self.timeout_seconds, self.device, self.threads)
             process = context.Process(target=_serve, args=(theirs, settings, self._board), daemon=True)
             process.start()
             theirs.close()
             self._workers.append(_Worker(process, ours))
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call ``function(*arguments)`` on every rank; results by rank.
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int | None = None) -> list[Any]:
+        """Call ``function(*arguments)`` on every rank, or on the first ``ranks``; results by rank.
 
         An exception that a rank raises is raised here, with the rank's traceback as a note.  Raises
         RankLostError, naming rank, signal and step, when a rank dies or does not answer in time.
         """
+        size = self.world_size if ranks is None else ranks
+        if not 1 <= size <= self.world_size:
+            raise ExecutionError(f"a pool of {self.world_size} ranks cannot run {size}")
         self.start()
-        task = pickle.dumps((function, arguments))
-        for worker in self._workers:
+        if self._group[1] != size:
+            self._group = (self._group[0] + 1, size)
+        task = pickle.dumps((self._group, function, arguments))
+        for worker in self._workers[:size]:
             try:
                 worker.connection.send_bytes(task)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # it has died since the last call; collecting notices
-        return self._collect()
+        try:
+            results, failures, dead = self._collect(size)
+        except BaseException:  # Ctrl-C: nobody waits for the answers any more
+            self._end()
+            raise
+        if failures or dead:
+            raise self._failure(failures, dead, size)
+        return [results[rank] for rank in range(size)]
 
     def close(self) -> None:
         """End all workers."""
@@ -152,16 +169,18 @@ class WorkerPool:
                 worker.process.join()
         self._workers.clear()
         self._store = None
+        self._group = (0, self.world_size)
 
     # -- collecting ------------------------------------------------------------------------------
 
-    def _collect(self) -> list[Any]:
+    def _collect(self, size: int) -> tuple[dict[int, Any], dict[int, _Failure], dict[int, str]]:
+        """Results, exceptions and causes of death by rank."""
         results: dict[int, Any] = {}
-        failures: dict[int, tuple[BaseException, str]] = {}
+        failures: dict[int, _Failure] = {}
         dead: dict[int, str] = {}
         deadline: float | None = None
-        while len(results) + len(failures) + len(dead) < self.world_size:
-            silent = [r for r in range(self.world_size) if r not in results and r not in failures and r not in dead]
+        while len(results) + len(failures) + len(dead) < size:
+            silent = [r for r in range(size) if r not in results and r not in failures and r not in dead]
             patience = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not wait([self._workers[r].connection for r in silent], patience):
                 for rank in silent:
@@ -183,10 +202,13 @@ class WorkerPool:
                 else:
                     failures[rank] = payload
                     deadline = deadline or time.monotonic() + _GRACE_SECONDS
-        if not failures and not dead:
-            return [results[rank] for rank in range(self.world_size)]
-        self._fail(failures, dead)
-        raise AssertionError("unreachable")
+        return results, failures, dead
+
+    def _end(self) -> None:
+        """End all workers at once, whatever they are doing."""
+        for worker in self._workers:
+            worker.process.kill()
+        self.close()
 
     def _cause_of_death(self, rank: int) -> str:
         process = self._workers[rank].process
@@ -197,15 +219,14 @@ class WorkerPool:
 
     def _publish(self, text: str) -> None:
         if self._store is not None:
-            self._store.set(OBITUARY, text)
+            dist.PrefixStore(f"group{self._group[0]}", self._store).set(OBITUARY, text)
 
-    def _fail(self, failures: dict[int, tuple[BaseException, str]], dead: dict[int, str]) -> None:
-        alike = len(failures) == self.world_size and len({type(error) for error, _ in failures.values()}) == 1
+    def _failure(self, failures: dict[int, _Failure], dead: dict[int, str], size: int) -> BaseException:
+        """What to raise; ends the workers unless all have failed alike, so that they are still in step."""
+        alike = len(failures) == size and len({type(error) for error, _ in failures.values()}) == 1
         lost = any(isinstance(error, RankLostError) for error, _ in failures.values())
         if dead or lost or not alike:
-            for worker in self._workers:
-                worker.process.kill()
-            self.close()
+            self._end()
         own = [rank for rank, (error, _) in failures.items() if not isinstance(error, RankLostError)]
         if own:  # the others only lost touch because of this one
             error, text = failures[own[0]]
@@ -217,7 +238,7 @@ class WorkerPool:
         for rank, (other, _) in sorted(failures.items()):
             if other is not error:
                 error.add_note(f"rank {rank} ended with {type(other).__name__}: {other}")
-        raise error
+        return error
 
 
 def spawn(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_seconds: float = 600.0) -> list[Any]:
@@ -232,9 +253,8 @@ def spawn(function: Callable[..., Any], world_size: int, *arguments: Any, timeou
 
 
 def _serve(connection: Connection, settings: Sequence[Any], board: Any) -> None:
-    """A worker's life: join the group, then one task after the other until the connection closes."""
-    global _joined
-    rank, world, port, timeout_seconds, kind, threads = settings
+    """A worker's life: one task after the other until the connection closes."""
+    rank, port, timeout_seconds, kind, threads = settings
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # no orphans
@@ -248,10 +268,7 @@ def _serve(connection: Connection, settings: Sequence[Any], board: Any) -> None:
     if kind == "cuda":
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=world, timeout=timeout
-    )
-    _joined = ProcessGroups(device, timeout)
+    present: tuple[int, int] | None = None
     while True:
         try:
             task = connection.recv_bytes()
@@ -259,13 +276,34 @@ def _serve(connection: Connection, settings: Sequence[Any], board: Any) -> None:
             os._exit(0)
         progress.report(0)
         try:
-            function, arguments = pickle.loads(task)
+            group, function, arguments = pickle.loads(task)
+            if group != present:
+                _enter_group(group, store, rank, device, timeout)
+                present = group
             answer = ("result", function(*arguments))
         except Exception as error:
             answer = ("failure", (_portable(error), traceback.format_exc()))
         connection.send_bytes(_packed(answer))
         if answer[0] == "failure" and isinstance(answer[1][0], RankLostError):
             os._exit(1)  # closes the connections, so that ranks that wait for this one notice
+
+
+def _enter_group(
+    group: tuple[int, int], store: dist.Store, rank: int, device: torch.device, timeout: timedelta
+) -> None:
+    """Leave the process group of before, and form ``group``: (number, ranks)."""
+    global _joined
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    number, size = group
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"group{number}", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+    )
+    _joined = ProcessGroups(device, timeout)
 
 
 def _packed(answer: tuple[str, Any]) -> bytes:
