@@ -1,0 +1,157 @@
+"""``autoplan run`` and ``autoplan verify``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from autoplan.cli import options
+from autoplan.launch import is_rank, start_ranks
+from autoplan.model_reference import load_model
+from autoplan.report.console import show
+from autoplan.report.progress import Progress
+from searchspace.errors import ExecutionError, PlanMismatchError
+from searchspace.plan import Plan
+
+PlanOption = Annotated[
+    Path | None, typer.Option("--plan", help="Plan file; default: search one for the devices that are here.")
+]
+Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Processes; default: as many as the plan needs.")]
+Steps = Annotated[int, typer.Option("--steps", min=1)]
+Rate = Annotated[float, typer.Option("--learning-rate", min=0)]
+
+DISAGREE = 1
+
+
+def run(
+    model: options.Model,
+    plan: PlanOption = None,
+    ranks: Ranks = None,
+    steps: Steps = 3,
+    learning_rate: Rate = 1e-3,
+    batch: options.Batch = None,
+    sequence: options.Sequence_ = None,
+    dtype: options.Dtype = None,
+    sizes: options.Sizes = None,
+    seed: options.Seed = 0,
+) -> None:
+    """Train MODEL on its example inputs: starts the ranks on this machine, or is one under torchrun."""
+    found = _load(plan)
+    count = _ranks(found, ranks)
+    if count > 1 and not is_rank():
+        failure = start_ranks([sys.executable, "-m", "autoplan", *sys.argv[1:]], count)
+        if failure is not None:
+            raise ExecutionError(str(failure))
+        return
+    _train(_example(model, found, batch, sequence, dtype, sizes, seed), found, steps, learning_rate)
+
+
+def verify(
+    model: options.Model,
+    plan: PlanOption = None,
+    ranks: Ranks = None,
+    steps: Steps = 3,
+    learning_rate: Rate = 1e-3,
+    tolerance: Annotated[
+        float | None, typer.Option("--tolerance", help="Allowed relative difference; default: by dtype.")
+    ] = None,
+    count: Annotated[int, typer.Option("--show", min=1, help="How many of the largest differences to print.")] = 3,
+    batch: options.Batch = None,
+    sequence: options.Sequence_ = None,
+    dtype: options.Dtype = "float64",
+    sizes: options.Sizes = None,
+    seed: options.Seed = 0,
+) -> None:
+    """Run the plan and the single device on the same weights and batch, and compare.  Exit code 1: they differ."""
+    from autoplan import api
+
+    found = _load(plan)
+    world = _ranks(found, ranks)
+    example = _example(model, found, batch, sequence, dtype, sizes, seed)
+    with Progress("verify") as progress:
+        comparison = api.verify(
+            *example,
+            plan=found,
+            ranks=world,
+            steps=steps,
+            learning_rate=learning_rate,
+            tolerance=tolerance,
+            progress=progress,
+        )
+    show(comparison.table(count))
+    print("plan and single device agree" if comparison.agrees else "plan and single device DISAGREE")
+    if not comparison.agrees:
+        raise typer.Exit(DISAGREE)
+
+
+def _load(path: Path | None) -> Plan | None:
+    return None if path is None else Plan.load(path)
+
+
+def _ranks(plan: Plan | None, asked: int | None) -> int:
+    """How many ranks take part; PlanMismatchError when the plan needs another number than was asked for."""
+    if plan is None:
+        return asked or 1
+    if asked is not None and asked != plan.world_size:
+        raise PlanMismatchError(f"the plan needs {plan.world_size} ranks, --ranks says {asked}")
+    return plan.world_size
+
+
+def _example(
+    model: str,
+    plan: Plan | None,
+    batch: int | None,
+    sequence: int | None,
+    dtype: str | None,
+    sizes: list[str] | None,
+    seed: int,
+) -> Any:
+    planned = plan.recipe.global_batch if plan is not None and ":" not in model else None
+    return load_model(
+        model,
+        batch=batch or planned,
+        sequence=sequence,
+        device="cpu",
+        dtype=dtype,
+        labels=plan is None or plan.recipe.mode == "train",
+        seed=seed,
+        **options.parse_sizes(sizes),
+    )
+
+
+def _train(example: Any, plan: Plan | None, steps: int, learning_rate: float) -> None:
+    import torch
+
+    from autoplan import api
+
+    model, args, kwargs = example
+    first = os.environ.get("RANK", "0") == "0"
+    training = plan is None or plan.recipe.mode == "train"
+    parallel = api.parallelize(model, args, kwargs, plan=plan, mode="train" if training else "inference")
+    kind = _optimizer(torch.optim, plan.recipe.optimizer if plan is not None else "adamw")
+    optimizer = kind(parallel.parameters(), lr=learning_rate) if training else None
+    for step in range(steps):
+        start = time.perf_counter()
+        text = ""
+        if optimizer is not None:
+            text = f"loss {parallel.train_step(*args, **kwargs).item():.6f}  "
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            parallel(*args, **kwargs)
+        if first:
+            print(f"step {step}  {text}{time.perf_counter() - start:.3f} s", flush=True)
+
+
+def _optimizer(module: ModuleType, name: str) -> Any:
+    """The class of ``torch.optim`` that a plan's recipe names, in any case."""
+    classes = {key.lower(): value for key, value in vars(module).items() if isinstance(value, type)}
+    if name.lower() not in classes:
+        raise ExecutionError(f"the plan's optimizer {name!r} is not in torch.optim: {', '.join(sorted(classes))}")
+    return classes[name.lower()]
