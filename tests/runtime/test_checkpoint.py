@@ -82,7 +82,9 @@ PLANS = {
     "zero, uneven, over 2": Layouts(
         PAIR, {"embedding.weight": (Split(0),), "up.weight": (Split(0),), "up.bias": (Split(0),)}, {}
     ),
-    "two stages": Layouts(PAIR, {}, {"embedding.weight": Mesh.line(1), "up.weight": Mesh.line(1, first=1), "scale": Mesh.line(1, first=1)}),
+    "two stages": Layouts(
+        PAIR, {}, {"embedding.weight": Mesh.line(1), "up.weight": Mesh.line(1, first=1), "scale": Mesh.line(1, first=1)}
+    ),
     "dp x tp over 4": Layouts(
         QUAD,
         {
@@ -272,7 +274,12 @@ def test_a_checkpoint_that_torch_saved_is_loaded(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(state, checkpoint_id=tmp_path / "ck")
-    target = Sharded(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double(), Layouts(PAIR, {"0.weight": (Split(0),)}, {}), (0, 1), adamw)
+    target = Sharded(
+        nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)).double(),
+        Layouts(PAIR, {"0.weight": (Split(0),)}, {}),
+        (0, 1),
+        adamw,
+    )
     load(target.holding, tmp_path / "ck", optimizer=target.optimizer)
     source.step(1)
     target.step(1)
@@ -287,7 +294,9 @@ def test_each_region_is_written_once_and_aliases_cost_nothing(tmp_path: Path) ->
     assert len(stored["model.embedding.weight"].chunks) == 2  # 11 = 6 + 5 rows, of 2 x 2 ranks
     assert sorted(tuple(c.sizes) for c in stored["model.up.weight"].chunks) == [(6, 3), (6, 3), (7, 3), (7, 3)]
     places = {index: (info.relative_path, info.offset) for index, info in metadata.storage_data.items()}
-    of = {name: [p for i, p in places.items() if i.fqn == f"model.{name}"] for name in ("embedding.weight", "head.weight")}
+    of = {
+        name: [p for i, p in places.items() if i.fqn == f"model.{name}"] for name in ("embedding.weight", "head.weight")
+    }
     assert of["embedding.weight"] == of["head.weight"] and len(of["head.weight"]) == 2
 
 
@@ -328,7 +337,10 @@ def test_any_regions_to_any_other_regions(data: st.DataObject, tmp_path_factory:
     parts = {r: cut(value, region_of(whole(shape), before, mesh, r)).clone() for r in mesh.devices}
     path = tmp_path_factory.mktemp("any") / "ck"
     save(Holding((tensor,), tuple(shards_on(tensor, before, mesh, parts, data.draw(st.integers(0, 7))))), path)
-    empty = {r: torch.full(local_shape(region_of(whole(shape), after, other, r)), -1.0, dtype=torch.float64) for r in other.devices}
+    empty = {
+        r: torch.full(local_shape(region_of(whole(shape), after, other, r)), -1.0, dtype=torch.float64)
+        for r in other.devices
+    }
     shards = shards_on(tensor, after, other, empty)
     load(Holding((tensor,), tuple(shards)), path)
     for shard in shards:
@@ -467,14 +479,23 @@ def test_optimizers_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
     other = plain(model, sgd).optimizer
     text = message(saved, model, optimizer=other)
     assert "saved by another kind of optimizer than SGD: it has no momentum, dampening" in text
-    swapped = torch.optim.AdamW([{"params": [p for p in model.parameters() if p.dim() != 2]}, {"params": [p for p in model.parameters() if p.dim() == 2]}])
-    assert "parameter group 0 of the optimizer holds scale, frozen, norm.weight (" in message(saved, model, optimizer=swapped)
+    swapped = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.dim() != 2]},
+            {"params": [p for p in model.parameters() if p.dim() == 2]},
+        ]
+    )
+    assert "parameter group 0 of the optimizer holds scale, frozen, norm.weight (" in message(
+        saved, model, optimizer=swapped
+    )
     foreign = torch.optim.AdamW(nn.Linear(2, 3).parameters())
     with pytest.raises(CheckpointError, match=r"a parameter of shape \[3, 2\] that is not one of the model's"):
         save(single_device(model), tmp_path / "no", optimizer=foreign)
     save(single_device(model), tmp_path / "bare")
     assert "holds no optimizer state" in message(tmp_path / "bare", model, optimizer=one)
-    assert "holds no scheduler state" in message(tmp_path / "bare", model, scheduler=torch.optim.lr_scheduler.ConstantLR(one))
+    assert "holds no scheduler state" in message(
+        tmp_path / "bare", model, scheduler=torch.optim.lr_scheduler.ConstantLR(one)
+    )
 
 
 def test_state_that_cannot_be_cut_otherwise_is_refused(tmp_path: Path) -> None:
@@ -482,7 +503,9 @@ def test_state_that_cannot_be_cut_otherwise_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.Adafactor(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    with pytest.raises(CheckpointError, match=r"optimizer state 'row_var' of weight has shape \[6, 1\], its shard has shape \[6, 4\]"):
+    with pytest.raises(
+        CheckpointError, match=r"optimizer state 'row_var' of weight has shape \[6, 1\], its shard has shape \[6, 4\]"
+    ):
         save(single_device(model), tmp_path / "ck", optimizer=optimizer)
     assert list(tmp_path.iterdir()) == []
 
@@ -628,7 +651,6 @@ def test_if_one_process_fails_all_fail_and_the_old_checkpoint_stays(
 
 
 # -- kills in the middle -----------------------------------------------------------------------------
-
 
 
 def _save_until(call: int, path: Path, value: float) -> bool:
