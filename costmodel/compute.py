@@ -177,8 +177,11 @@ def shard_work(
             return Work(bytes=written), nothing
         case "embedding":
             # Rows are read as far as they are looked up; the gradient of the table is dense.
-            looked_up = float(2 * written + sum(size for size, want in zip(sizes, wants, strict=False) if not want))
-            return Work(bytes=looked_up), Work(bytes=2 * written + wanted, kernels=2) if wanted else nothing
+            width = local[inputs][-1:]
+            table = next((i for i, shape in enumerate(local[:inputs]) if len(shape) == 2 and shape[1:] == width), None)
+            indices = read - (sizes[table] if table is not None else 0)
+            dense = Work(bytes=2 * written + wanted, kernels=2) if wanted else nothing
+            return Work(bytes=2 * written + indices), dense
         case "matmul" | "convolution" if flops and inputs >= 2:
             batch, m, n, k = product_shape(family, flops, local, inputs)
             first, second = operands(local[:inputs])

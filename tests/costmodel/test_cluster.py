@@ -41,7 +41,12 @@ def test_a_rack_is_one_domain_of_the_fast_link():
 def test_files(tmp_path, suffix):
     path = tmp_path / f"mine.{suffix}"
     if suffix == "json":
-        entry = {"device": "a100-80gb", "count": 2, "devices": 4, "figures": {"nic.count": 1, "nic.bandwidth": "100 Gb/s"}}
+        entry = {
+            "device": "a100-80gb",
+            "count": 2,
+            "devices": 4,
+            "figures": {"nic.count": 1, "nic.bandwidth": "100 Gb/s"},
+        }
         path.write_text(json.dumps({"name": "lab", "nodes": [entry]}))
     else:
         path.write_text(
@@ -90,11 +95,11 @@ def test_broken_files(tmp_path):
     (tmp_path / "a.json").write_text('{"nodes": [')
     (tmp_path / "b.toml").write_text("nodes = [")
     (tmp_path / "c.json").write_text("[]")
-    with pytest.raises(ClusterError, match="a.json: not JSON"):
+    with pytest.raises(ClusterError, match=r"a.json: not JSON"):
         Cluster.parse(tmp_path / "a.json")
-    with pytest.raises(ClusterError, match="b.toml: not TOML"):
+    with pytest.raises(ClusterError, match=r"b.toml: not TOML"):
         Cluster.parse(tmp_path / "b.toml")
-    with pytest.raises(ClusterError, match="c.json: expected a mapping"):
+    with pytest.raises(ClusterError, match=r"c.json: expected a mapping"):
         Cluster.parse(tmp_path / "c.json")
     with pytest.raises(ClusterError, match="0 devices in a node of h100"):
         Node(preset("h100"), 0)

@@ -77,14 +77,16 @@ def test_an_unknown_preset_names_the_known_ones(name, message):
 
 
 def test_customised_figures():
-    device = customised(preset("h100"), {"memory.capacity": "94 GiB", "nic.bandwidth": "100 Gb/s", "peak.float16": "1 PFLOP/s"})
+    device = customised(
+        preset("h100"), {"memory.capacity": "94 GiB", "nic.bandwidth": "100 Gb/s", "peak.float16": "1 PFLOP/s"}
+    )
     assert device.memory == 94 * 1024**3
     assert device.nic.bandwidth == 12.5e9
     assert device.nic.latency == preset("h100").nic.latency
     assert device.peak_of("float16") == 1e15
-    with pytest.raises(ClusterError, match="no figure 'nic.speed'.*figures are memory.capacity"):
+    with pytest.raises(ClusterError, match=r"no figure 'nic.speed'.*figures are memory.capacity"):
         customised(device, {"nic.speed": "1 GB/s"})
-    with pytest.raises(ClusterError, match="expected a quantity in bytes/s .* got '1 GB'"):
+    with pytest.raises(ClusterError, match=r"expected a quantity in bytes/s .* got '1 GB'"):
         customised(device, {"nic.bandwidth": "1 GB"})
 
 

@@ -31,8 +31,15 @@ def test_binary_and_decimal_prefixes_differ():
 
 @pytest.mark.parametrize(
     ("text", "dimension"),
-    [("80 GB", "bytes/s"), ("80 Gb", "bytes"), ("80", "bytes"), ("2 GiFLOP/s", "flop/s"), ("fast", "seconds"), ("1.2.3 s", "seconds")],
-)  # fmt: skip
+    [
+        ("80 GB", "bytes/s"),
+        ("80 Gb", "bytes"),
+        ("80", "bytes"),
+        ("2 GiFLOP/s", "flop/s"),
+        ("fast", "seconds"),
+        ("1.2.3 s", "seconds"),
+    ],
+)
 def test_a_unit_that_does_not_fit_is_refused(text, dimension):
     with pytest.raises(ClusterError, match=rf"expected a quantity in {dimension} .* got {text!r}"):
         quantity(text, dimension)
