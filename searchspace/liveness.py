@@ -21,13 +21,20 @@ from searchspace.program import (
 
 
 def insert_frees(steps: Sequence[Step], persistent: frozenset[SlotName]) -> tuple[Step, ...]:
-    """Follow each step with a :class:`Free` of what no rank's later step reads before it is rewritten."""
+    """Follow each step with a :class:`Free` of what no rank's later step reads before it is rewritten.
+
+    A :class:`Free` among ``steps`` says that its keys are consumed there although a later step adds to
+    them (afresh); like all others it then stands after the last use.
+    """
     live: dict[Rank, set[Key]] = {}
     backwards: list[Step] = []
     for step in reversed(steps):
         frees: dict[Rank, Instruction] = {}
         for rank, instruction in step.ranks.items():
             alive = live.setdefault(rank, set())
+            if isinstance(instruction, Free):
+                alive.difference_update(instruction.keys)
+                continue
             reads, writes, updates = uses(instruction)
             dead = [
                 key
@@ -41,7 +48,8 @@ def insert_frees(steps: Sequence[Step], persistent: frozenset[SlotName]) -> tupl
             alive.update(updates)
         if frees:
             backwards.append(Step(frees))
-        backwards.append(step)
+        if not all(isinstance(instruction, Free) for instruction in step.ranks.values()):
+            backwards.append(step)
     return tuple(reversed(backwards))
 
 

@@ -9,7 +9,7 @@ from searchspace.materialize.forward import ForwardPass, differentiable
 from searchspace.materialize.movement import Movement
 from searchspace.materialize.parameters import ParameterStates
 from searchspace.materialize.slots import SlotTable
-from searchspace.program import ONCE, Backward, Key, Ones
+from searchspace.program import ONCE, Backward, Free, Key, Ones
 from searchspace.resolve import Adapter, Resolution, Segment, Version
 
 
@@ -116,6 +116,8 @@ class BackwardPass:
             home = self.resolution.parameters.get(version.tensor)
             if home is not None and key is not None and key[1] != ONCE:
                 self.move.add_converted(micro_batch, key, (self.parameters.held(home, version.stage), ONCE))
+                # a tied parameter is used again: that gradient must not be added to this one
+                self.forward.everywhere(segment.stage, lambda rank, consumed=key: Free((consumed,)))
 
     def pending(self) -> dict[str, set[str]]:
         """For each parameter with a gradient, the segments that add to it."""
