@@ -114,6 +114,8 @@ class _Received:
 
 def _times(goal: Region, regions: Sequence[Region]) -> tuple[int, int]:
     """How often, at least and at most, ``regions`` cover an element of ``goal``."""
+    if any(low == high for low, high in goal):
+        return 1, 1  # there is nothing to cover
     if all(region == goal for region in regions):
         return len(regions), len(regions)
     bounds = [sorted({*interval, *(edge for r in regions for edge in r[d])}) for d, interval in enumerate(goal)]

@@ -32,8 +32,12 @@ from searchspace.program import ExchangeKind
 
 Query = tuple[Shape, int, Placed, Placed]
 
-MANY_DEVICES = 64
-"""From this many receivers on, one receiver's share rules out relayouts before all is priced."""
+MANY_DEVICES = 16
+"""From this many receivers on, one receiver's share rules out relayouts before all is priced.
+
+This is exact as long as a device's share costs no less when it comes from several devices than when
+all of it comes from the nearest one.
+"""
 
 
 def cheapest_path(shape: Shape, element_bytes: int, source: Placed, target: Placed, prices: Prices) -> Path:
@@ -46,7 +50,7 @@ def cheapest_path(shape: Shape, element_bytes: int, source: Placed, target: Plac
     query = (shape, element_bytes, source, target)
     path = memo.paths.get(query)
     if path is None:
-        path = memo.paths[query] = _Search(memo, *query).path()
+        path = memo.paths[query] = _Search(memo, prices, *query).path()
     return path
 
 
@@ -145,12 +149,12 @@ class _Side:
 class _Search:
     """One question to :func:`cheapest_path`."""
 
-    def __init__(self, memo: _Memo, shape: Shape, element_bytes: int, source: Placed, target: Placed) -> None:
-        self.memo, self.shape, self.element_bytes = memo, shape, element_bytes
+    def __init__(
+        self, memo: _Memo, prices: Prices, shape: Shape, element_bytes: int, source: Placed, target: Placed
+    ) -> None:
+        self.memo, self.prices = memo, prices
+        self.shape, self.element_bytes = shape, element_bytes
         self.source, self.target = source, target
-        prices = memo.prices()
-        assert prices is not None  # the caller holds it
-        self.prices = prices
         for mesh, layout in (source, target):
             if len(layout) != len(mesh.axes):
                 raise IllegalPlanError(

@@ -29,7 +29,8 @@ def execute(exchanges: Mapping[Rank, Exchange], memory: Mapping[Rank, dict[Key, 
     mail: dict[tuple[Rank, Rank], list[Array]] = {}
     for rank, exchange in exchanges.items():
         for peer, slices in exchange.send:
-            assert exchange.source is not None
+            if exchange.source is None:
+                raise ExecutionError(f"rank {rank} sends to rank {peer} but has no source buffer")
             buffer = memory[rank][exchange.source].astype(_numpy_dtype(exchange.dtype))
             mail.setdefault((rank, peer), []).append(buffer[_index(slices)])
     for rank, exchange in exchanges.items():

@@ -107,7 +107,7 @@ class Space:
         return tuple((i, c) for i, c in enumerate(code) if self.kinds[c] == "P")
 
     def elements(self, code: Code) -> int:
-        """Elements of the largest part; 0 when the layout is illegal or another code stands for it."""
+        """Elements of the largest part (at least 1); 0 when it is illegal or another code stands for it."""
         found = self._elements.get(code)
         if found is None:
             cuts: dict[int, list[tuple[int, int]]] = {}
@@ -117,7 +117,7 @@ class Space:
                 if dim >= 0:
                     cuts.setdefault(dim, []).append((self.sizes[a], unit))
             for dim, extent in enumerate(self.shape):
-                found *= self._largest_part(dim, tuple(cuts[dim])) if dim in cuts else extent
+                found *= self._largest_part(dim, tuple(cuts[dim])) if dim in cuts else max(extent, 1)
             self._elements[code] = found
         return found
 

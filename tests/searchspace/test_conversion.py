@@ -82,6 +82,13 @@ def test_scalars():
         convert(numbers(()), (grid(2, 3), source), (grid(2, 3), target), PRICES)
 
 
+def test_empty_tensors():
+    mesh, shape = grid(2, 2), (0, 6)
+    for source, target in product(layouts(shape, mesh), repeat=2):
+        convert(numbers(shape), (mesh, source), (mesh, target), PRICES)
+        convert(numbers(shape), (mesh, source), (grid(2, 2, first=3), target), PRICES)
+
+
 MESH_PAIRS = [
     pytest.param(grid(1), grid(1, first=1), id="one to one"),
     pytest.param(grid(1), grid(4, first=1), id="one to many"),

@@ -151,6 +151,8 @@ def test_execution_is_strict():
         execute({0: send}, memory)
     with pytest.raises(ExecutionError, match=r"rank 1 waits for \(\(0, 2\),\) of b, which nobody sends"):
         execute({0: replace(send, send=()), 1: take}, memory)
+    with pytest.raises(ExecutionError, match="rank 0 sends to rank 1 but has no source buffer"):
+        execute({0: replace(send, source=None), 1: take}, memory)
     with pytest.raises(ExecutionError, match=r"rank 1 got a part of shape \(2,\) for slices \(\(0, 1\),\)"):
         execute({0: send, 1: replace(take, receive=((0, ((0, 1),)),))}, memory)
 
