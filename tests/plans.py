@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,6 +77,15 @@ def small_plan(name: str = "tiny", global_batch: int | None = 8, layers: int = 4
     )
 
 
+@dataclass(frozen=True)
+class FakeCapture:
+    """What the stand-in's capture returns."""
+
+    graph: str
+    model: Any
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+
 def fake_api(agree: bool = True) -> types.ModuleType:
     """A module with the API's functions; ``calls`` records what they were given."""
     api = types.ModuleType("autoplan.api")
@@ -103,9 +114,9 @@ def fake_api(agree: bool = True) -> types.ModuleType:
             progress("stages", 0.5)
         return small_plan(str(cluster), global_batch)
 
-    def capture(model: Any, args: Any, kwargs: Any, *, mode: str = "train", loss_fn: Any = None) -> str:
+    def capture(model: Any, args: Any, kwargs: Any, *, mode: str = "train", loss_fn: Any = None) -> FakeCapture:
         calls.append(("capture", dict(locals())))
-        return f"graph of {type(model).__name__}"
+        return FakeCapture(f"graph of {type(model).__name__}", model)
 
     def verify(model: Any, args: Any, kwargs: Any, **options: Any) -> Any:
         calls.append(("verify", {"model": model, "args": args, "kwargs": kwargs, **options}))

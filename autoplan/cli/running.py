@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from autoplan.cli import options
-from autoplan.launch import is_rank, start_ranks
+from autoplan.cli.options import parse_sizes
 from autoplan.model_reference import load_model
 from autoplan.report.console import show
 from autoplan.report.progress import Progress
+from autoplan.zoo import Example
 from searchspace.errors import ExecutionError, PlanMismatchError
 from searchspace.plan import Plan
 
@@ -35,6 +36,7 @@ def run(
     ranks: Ranks = None,
     steps: Steps = 3,
     learning_rate: Rate = 1e-3,
+    in_process: Annotated[bool, typer.Option("--in-process", help="All ranks in this process.")] = False,
     batch: options.Batch = None,
     sequence: options.Sequence_ = None,
     dtype: options.Dtype = None,
@@ -42,14 +44,17 @@ def run(
     seed: options.Seed = 0,
 ) -> None:
     """Train MODEL on its example inputs: starts the ranks on this machine, or is one under torchrun."""
+    from autoplan.runtime.launch import spawn, under_torchrun
+
     found = _load(plan)
     count = _ranks(found, ranks)
-    if count > 1 and not is_rank():
-        failure = start_ranks([sys.executable, "-m", "autoplan", *sys.argv[1:]], count)
-        if failure is not None:
-            raise ExecutionError(str(failure))
-        return
-    _train(_example(model, found, batch, sequence, dtype, sizes, seed), found, steps, learning_rate)
+    load = partial(
+        _example, model, found, batch=batch, sequence=sequence, dtype=dtype, sizes=parse_sizes(sizes), seed=seed
+    )
+    if in_process or count == 1 or under_torchrun():
+        train(load, found, steps, learning_rate)
+    else:
+        spawn(train, count, load, found, steps, learning_rate)
 
 
 def verify(
@@ -73,7 +78,7 @@ def verify(
 
     found = _load(plan)
     world = _ranks(found, ranks)
-    example = _example(model, found, batch, sequence, dtype, sizes, seed)
+    example = _example(model, found, batch=batch, sequence=sequence, dtype=dtype, sizes=parse_sizes(sizes), seed=seed)
     with Progress("verify") as progress:
         comparison = api.verify(
             *example,
@@ -103,39 +108,26 @@ def _ranks(plan: Plan | None, asked: int | None) -> int:
     return plan.world_size
 
 
-def _example(
-    model: str,
-    plan: Plan | None,
-    batch: int | None,
-    sequence: int | None,
-    dtype: str | None,
-    sizes: list[str] | None,
-    seed: int,
-) -> Any:
+def _example(model: str, plan: Plan | None, *, batch: int | None, sizes: Mapping[str, Any], **given: Any) -> Example:
     planned = plan.recipe.global_batch if plan is not None and ":" not in model else None
-    return load_model(
-        model,
-        batch=batch or planned,
-        sequence=sequence,
-        device="cpu",
-        dtype=dtype,
-        labels=plan is None or plan.recipe.mode == "train",
-        seed=seed,
-        **options.parse_sizes(sizes),
-    )
+    labels = plan is None or plan.recipe.mode == "train"
+    return load_model(model, batch=batch or planned, device="cpu", labels=labels, **given, **sizes)
 
 
-def _train(example: Any, plan: Plan | None, steps: int, learning_rate: float) -> None:
+def train(load: Callable[[], Example], plan: Plan | None, steps: int, learning_rate: float) -> None:
+    """What each rank does: every one makes the model and the whole batch; rank 0 prints the loss."""
     import torch
+    import torch.distributed as dist
 
     from autoplan import api
 
-    model, args, kwargs = example
-    first = os.environ.get("RANK", "0") == "0"
-    training = plan is None or plan.recipe.mode == "train"
-    parallel = api.parallelize(model, args, kwargs, plan=plan, mode="train" if training else "inference")
-    kind = _optimizer(torch.optim, plan.recipe.optimizer if plan is not None else "adamw")
-    optimizer = kind(parallel.parameters(), lr=learning_rate) if training else None
+    model, args, kwargs = load()
+    parallel = api.parallelize(model, args, kwargs, plan=plan)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    optimizer = None
+    if plan is None or plan.recipe.mode == "train":
+        kind = _optimizer(torch.optim, plan.recipe.optimizer if plan is not None else "adamw")
+        optimizer = kind(parallel.parameters(), lr=learning_rate)
     for step in range(steps):
         start = time.perf_counter()
         text = ""

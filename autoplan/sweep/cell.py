@@ -7,7 +7,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from autoplan.model_reference import model_name, source_digest
@@ -18,51 +19,69 @@ from searchspace.quantity_text import bytes_text
 Status = Literal["ok", "infeasible", "failed"]
 
 
+CAPTURE_OPTIONS = ("mode", "precision", "loss_fn", "loss_args", "batch_dims")
+"""Options of a search that decide what is captured."""
+
+
 @dataclass(frozen=True)
 class Cell:
-    """One search.  ``source`` identifies the model's text, so that an edited model is a new cell."""
+    """One search.
 
+    Fields
+        key: names the cell's files: readable, and unique by a digest of everything that decides the result,
+            the text that defines the model included.
+        search, capture: keyword arguments of ``autoplan.search`` and ``autoplan.capture``.
+        model_options: keyword arguments of the model's function.
+        function: makes the model, when it is not known by a reference.
+    """
+
+    key: str
     model: str
     cluster: str
     global_batch: int | None
     sequence: int | None
     memory_limit: int | None
     search: Mapping[str, Any]
+    capture: Mapping[str, Any]
     model_options: Mapping[str, Any]
-    source: str
-    function: Callable[..., Any] | None = field(default=None, compare=False)
+    function: Callable[..., Any] | None = None
 
     @classmethod
     def of(
         cls,
         model: str | Callable[..., Any],
         cluster: str,
-        global_batch: int | None,
-        sequence: int | None,
-        memory_limit: int | None,
-        search: Mapping[str, Any],
-        model_options: Mapping[str, Any],
+        global_batch: int | None = None,
+        sequence: int | None = None,
+        memory_limit: int | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        model_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> Cell:
-        """``model`` is a reference or a function; see :mod:`autoplan.model_reference`."""
-        function = None if isinstance(model, str) else model
-        digest = source_digest(model)
-        options = (dict(search), dict(model_options))
-        return cls(model_name(model), cluster, global_batch, sequence, memory_limit, *options, digest, function)
+        """``model`` is a reference or a function; ``options`` are keyword arguments of ``autoplan.search``."""
+        name = model_name(model)
+        what = (name, cluster, global_batch, sequence, memory_limit)
+        digest = _digest(*what, dict(options), dict(model_options), source_digest(model))
+        limit = "" if memory_limit is None else bytes_text(memory_limit).replace(" ", "")
+        parts = (name, cluster, _tagged("b", global_batch), _tagged("s", sequence), limit)
+        readable = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(filter(None, parts)))[-100:].strip("-.")
+        return cls(
+            f"{readable}-{digest}",
+            *what,
+            search={name: value for name, value in options.items() if name not in CAPTURE_OPTIONS},
+            capture={name: value for name, value in options.items() if name in CAPTURE_OPTIONS},
+            model_options=dict(model_options),
+            function=None if isinstance(model, str) else model,
+        )
 
     @property
     def capture_key(self) -> tuple[str, int | None]:
-        """Cells with equal keys are searched on the same captured graph."""
+        """Cells with equal keys are searched on the same capture."""
         return self.model, self.sequence
 
     @property
-    def key(self) -> str:
-        """Names the cell's files: readable, and unique by a digest of everything that decides the result."""
-        every = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "function"}
-        text = json.dumps(every, sort_keys=True, default=_stable)
-        limit = "" if self.memory_limit is None else bytes_text(self.memory_limit).replace(" ", "")
-        parts = [self.model, self.cluster, _tagged("b", self.global_batch), _tagged("s", self.sequence), limit]
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(filter(None, parts)))[-100:].strip("-.")
-        return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    def portable(self) -> Cell:
+        """The cell for another process: without what only the capture needs."""
+        return replace(self, function=None, capture={})
 
 
 @dataclass(frozen=True)
@@ -102,15 +121,19 @@ class CellResult:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def run_cell(cell: Cell, graph: Any) -> tuple[CellResult, Plan | None]:
-    """Search one cell on a captured model.  Whatever fails is a result, not an exception."""
+def run_cell(cell: Cell, captured: Any) -> tuple[CellResult, Plan | None]:
+    """Search one cell on what ``autoplan.capture`` returned.  Whatever fails is a result, not an exception."""
     from autoplan import api
 
-    asked = {"global_batch": cell.global_batch, "memory_limit": cell.memory_limit}
-    limits = {name: value for name, value in asked.items() if value is not None}
     start = time.perf_counter()
     try:
-        plan = api.search(graph, cluster=cell.cluster, **limits, **cell.search)
+        plan = api.search(
+            captured,
+            cluster=cell.cluster,
+            global_batch=cell.global_batch,
+            memory_limit=cell.memory_limit,
+            **cell.search,
+        )
     except InfeasibleError as error:
         missing = getattr(error, "missing_bytes", None)
         return _failed(cell, "infeasible", str(error), start, missing), None
@@ -150,8 +173,17 @@ def _tagged(tag: str, value: int | None) -> str:
     return "" if value is None else f"{tag}{value}"
 
 
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=_stable).encode()).hexdigest()[:10]
+
+
 def _stable(value: Any) -> str:
     """A text for an option that JSON does not know: the same in every process for the same object."""
+    if callable(value):
+        return source_digest(value)
     from ray import cloudpickle
 
-    return hashlib.sha256(cloudpickle.dumps(value)).hexdigest()
+    try:
+        return hashlib.sha256(cloudpickle.dumps(value)).hexdigest()
+    except Exception:
+        return type(value).__qualname__  # the sweep refuses it with its path

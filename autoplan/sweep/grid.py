@@ -33,6 +33,7 @@ from searchspace.errors import ClusterError, SweepError
 
 ModelSource = str | Callable[..., Any]
 
+_LISTS = {"cluster": "clusters"}
 _AXES = ("models", "clusters", "devices", "global_batch", "sequence", "memory_limit")
 
 
@@ -70,7 +71,7 @@ class Grid:
                     raise SweepError(f"grid.{name}: expected whole numbers >= 1, got {value!r}")
         for name in ("cluster", "global_batch", "memory_limit"):
             if name in self.search:
-                raise SweepError(f"search.{name} belongs into [grid]")
+                raise SweepError(f"search.{name} belongs into [grid], as grid.{_LISTS.get(name, name)}")
 
     def cells(self) -> tuple[Cell, ...]:
         """The product of all lists, the last list fastest.

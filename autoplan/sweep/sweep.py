@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from autoplan.model_reference import load_model
 from autoplan.report.progress import Progress
 from autoplan.sweep import workers
-from autoplan.sweep.cell import Cell, CellResult
+from autoplan.sweep.cell import CAPTURE_OPTIONS, Cell, CellResult
 from autoplan.sweep.grid import Grid, SweepFile, read
 from autoplan.sweep.pickling import check_picklable
 from autoplan.sweep.results import Folder
@@ -20,6 +22,9 @@ from searchspace.errors import AutoplanError, SweepError
 from searchspace.plan import Plan
 from searchspace.quantity_text import bytes_text, seconds_text
 from searchspace.summary import Table
+
+_OWN = ("model", "args", "kwargs", "cluster", "global_batch", "memory_limit", "progress")
+"""Parameters of a search that each cell sets itself."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,6 @@ def sweep(
     storage: str | os.PathLike[str] | None = None,
     address: str | None = None,
     cpus_per_cell: float = 1,
-    loss_fn: Callable[..., Any] | None = None,
     retry_failed: bool = False,
     progress: Callable[[str, float | None], None] | None = None,
 ) -> SweepResult:
@@ -61,7 +65,6 @@ def sweep(
         storage: folder for plans and tables; default: the file's ``output``.
         address: a Ray cluster; default: local processes on this machine's CPUs.
         cpus_per_cell: CPUs that Ray reserves for one search.
-        loss_fn: makes the loss of models that do not return one; it stays in this process.
         retry_failed: search again what failed (not what was infeasible).
         progress: called with a text and the share that is done; default: shown on standard error.
 
@@ -90,11 +93,11 @@ def sweep(
             try:
                 if todo:
                     with workers.connected(address, cpus_per_cell):
-                        graphs = _capture(todo, loss_fn, commit, show)
+                        captures = _capture(todo, commit, show)
                         ready = [cell for cell in todo if cell.key not in results]
                         show(_state(results, len(cells)), len(results) / len(cells))
                         if ready:
-                            workers.run_cells(ready, graphs, commit, cpus_per_cell)
+                            workers.run_cells(ready, captures, commit, cpus_per_cell)
             except KeyboardInterrupt:
                 pass  # what is finished is committed; the caller sees what is missing
             finally:
@@ -105,43 +108,46 @@ def sweep(
 
 def _capture(
     cells: Sequence[Cell],
-    loss_fn: Callable[..., Any] | None,
     commit: Callable[[CellResult, str | None], None],
     show: Callable[[str, float | None], None],
 ) -> dict[tuple[str, int | None], Any]:
-    """Each model's graph, captured once; the cells of a model that cannot be captured fail."""
+    """Each model captured once, in this process; the cells of a model that cannot be captured fail."""
     from autoplan import api
 
-    graphs: dict[tuple[str, int | None], Any] = {}
+    captures: dict[tuple[str, int | None], Any] = {}
     for key in dict.fromkeys(cell.capture_key for cell in cells):
         of_model = [cell for cell in cells if cell.capture_key == key]
         cell = of_model[0]
         show(f"capture of {cell.model}", None)
-        mode = cell.search.get("mode", "train")
         try:
             example = load_model(
                 cell.function or cell.model,
                 sequence=cell.sequence,
                 device="meta",
-                labels=mode == "train",
+                labels=cell.capture.get("mode", "train") == "train",
                 **cell.model_options,
             )
-            graphs[key] = api.capture(*example, mode=mode, loss_fn=loss_fn)
+            captured = api.capture(*example, **cell.capture)
         except AutoplanError as error:
             for other in of_model:
                 commit(CellResult.of(other, "failed", error=str(error)), None)
-    return graphs
+            continue
+        # A search needs the graph; the user's module need not be fit to travel.
+        captures[key] = replace(captured, model=nn.Module(), constants={})
+        check_picklable(captures[key], f"capture of {cell.model}")
+    return captures
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
     from autoplan import api
 
-    known = inspect.signature(api.search).parameters
+    known = [name for name in inspect.signature(api.search).parameters if name not in _OWN]
     unknown = [name for name in options if name not in known]
     if unknown:
         raise SweepError(f"search takes no option {', '.join(unknown)}; it takes {', '.join(known)}")
     for name, value in options.items():
-        check_picklable(value, f"search.{name}")
+        if name not in CAPTURE_OPTIONS:
+            check_picklable(value, f"search.{name}")
 
 
 def _state(results: Mapping[str, CellResult], total: int) -> str:

@@ -8,7 +8,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from searchspace.errors import SweepError
 from searchspace.plan import Plan
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Captured graphs are a few MiB each."""
+"""Captures are a few MiB each."""
 CONNECT_TIMEOUT_S = 5.0
 
 _QUIET = {
@@ -73,13 +72,13 @@ def connected(address: str | None, cpus_per_cell: float) -> Iterator[None]:
 
 
 def run_cells(
-    cells: Sequence[Cell], graphs: Mapping[tuple[str, int | None], Any], commit: Commit, cpus_per_cell: float
+    cells: Sequence[Cell], captures: Mapping[tuple[str, int | None], Any], commit: Commit, cpus_per_cell: float
 ) -> None:
     """Search all cells with Ray Tune; ``commit`` is called in this process for each as it ends."""
     from ray import tune
 
-    plain = [replace(cell, function=None) for cell in cells]  # the user's function stays in this process
-    trainable = tune.with_parameters(_trial, cells=plain, graphs=dict(graphs), run=run_cell)
+    plain = [cell.portable for cell in cells]
+    trainable = tune.with_parameters(_trial, cells=plain, captures=dict(captures), run=run_cell)
     with tempfile.TemporaryDirectory(prefix="autoplan-sweep-") as scratch:
         tune.Tuner(
             tune.with_resources(trainable, {"cpu": cpus_per_cell}),
@@ -95,9 +94,9 @@ def run_cells(
         ).fit()
 
 
-def _trial(config: Mapping[str, Any], cells: Sequence[Cell], graphs: Mapping[Any, Any], run: Run) -> dict[str, Any]:
+def _trial(config: Mapping[str, Any], cells: Sequence[Cell], captures: Mapping[Any, Any], run: Run) -> dict[str, Any]:
     cell = cells[config["index"]]
-    result, plan = run(cell, graphs[cell.capture_key])
+    result, plan = run(cell, captures[cell.capture_key])
     return {"result": result, "plan": None if plan is None else plan.to_json()}
 
 

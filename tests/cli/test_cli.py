@@ -1,9 +1,12 @@
 """The command line, against a stand-in for the API."""
 
 import json
+import pickle
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -11,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import autoplan
 from autoplan.cli.app import app
-from searchspace.errors import AutoplanError
+from searchspace.errors import AutoplanError, RankLostError
 from searchspace.plan import Plan
 from tests.plans import fake_api, small_plan
 
@@ -145,39 +148,33 @@ def test_run_in_one_process_trains(api: types.ModuleType) -> None:
     assert len(losses) == 3 and losses[2] < losses[0]
 
 
-def test_run_starts_the_ranks_and_reports_the_first_failure(
+def test_run_starts_the_ranks_and_reports_a_failure(
     api: types.ModuleType, plan_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = []
 
-    def start(command: list[str], ranks: int) -> str:
-        started.append((command[:3], ranks))
-        return "rank 2 failed (exit code 3)"
+    def spawn(function: Callable[..., None], ranks: int, *arguments: Any) -> None:
+        started.append(ranks)
+        pickle.dumps((function, arguments))
+        raise RankLostError("rank 2 was killed by SIGKILL at step 1")
 
-    monkeypatch.setattr("autoplan.cli.running.start_ranks", start)
+    monkeypatch.setattr("autoplan.runtime.launch.spawn", spawn)
     result = invoke("run", "mlp-tiny", "--plan", plan_file)
-    assert started == [([sys.executable, "-m", "autoplan"], 4)]
-    assert result.exit_code == 2 and "error: rank 2 failed (exit code 3)" in result.stderr
+    assert started == [4]
+    assert result.exit_code == 2 and "error: rank 2 was killed by SIGKILL at step 1" in result.stderr
 
 
-def test_run_as_a_rank_of_an_inference_plan(
-    api: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_of_an_inference_plan(api: types.ModuleType, tmp_path: Path) -> None:
     plan = small_plan()
     plan.replace(recipe=plan.recipe.model_copy(update={"mode": "inference"})).save(tmp_path / "p.json")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    result = invoke("run", "mlp-tiny", "--plan", tmp_path / "p.json", "--steps", 1)
+    result = invoke("run", "mlp-tiny", "--plan", tmp_path / "p.json", "--steps", 1, "--in-process")
     assert result.exit_code == 0 and result.output.startswith("step 0  ") and "loss" not in result.output
-    assert api.calls[0][1]["mode"] == "inference"
 
 
-def test_an_optimizer_that_torch_lacks(api: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_that_torch_lacks(api: types.ModuleType, tmp_path: Path) -> None:
     plan = small_plan()
     plan.replace(recipe=plan.recipe.model_copy(update={"optimizer": "magic"})).save(tmp_path / "p.json")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    result = invoke("run", "mlp-tiny", "--plan", tmp_path / "p.json")
+    result = invoke("run", "mlp-tiny", "--plan", tmp_path / "p.json", "--in-process")
     assert result.exit_code == 2 and "optimizer 'magic' is not in torch.optim" in result.stderr
 
 

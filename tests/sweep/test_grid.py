@@ -1,10 +1,11 @@
 """Grids: the product, the file format, resized clusters, keys of cells."""
 
-from dataclasses import replace
+import threading
 from pathlib import Path
 
 import pytest
 
+from autoplan.sweep.cell import Cell
 from autoplan.sweep.grid import Grid, read, resized
 from searchspace.errors import AutoplanError, ClusterError, SweepError
 
@@ -66,23 +67,33 @@ def test_clusters_that_become_equal_are_one_cell() -> None:
     assert [cell.cluster for cell in cells] == ["h100:1x8"]
 
 
-def test_the_key_follows_everything_that_decides_the_result() -> None:
-    (cell,) = Grid(("gpt-tiny",), ("h100:1x2",), global_batch=(4,), search={"seed": 1}).cells()
-    others = [
-        replace(cell, **change)
-        for change in (
-            {"model": "llama-tiny"}, {"cluster": "h100:1x4"}, {"global_batch": 8}, {"sequence": 5},
-            {"memory_limit": 5}, {"search": {"seed": 2}}, {"model_options": {"layers": 1}}, {"source": "x"},
-        )
+def test_the_key_follows_everything_that_decides_the_result(tmp_path: Path) -> None:
+    def build() -> None: ...
+
+    (tmp_path / "m.py").write_text("")
+    base = {"model": "gpt-tiny", "cluster": "h100:1x2", "global_batch": 4, "options": {"seed": 1}}
+    changes: list[dict] = [
+        {"model": "llama-tiny"}, {"cluster": "h100:1x4"}, {"global_batch": 8}, {"sequence": 5}, {"memory_limit": 5},
+        {"options": {"seed": 2}}, {"options": {"seed": 1, "loss_fn": build}}, {"model_options": {"layers": 1}},
+        {"model": f"{tmp_path}/m.py:f"}, {"model": build},
     ]  # fmt: skip
-    assert len({cell.key, *(other.key for other in others)}) == 1 + len(others)
-    assert cell.key.startswith("gpt-tiny-h100-1x2-b4-") and replace(cell).key == cell.key
-    assert replace(cell, function=print).key == cell.key
+    keys = [Cell.of(**{**base, **change}).key for change in [{}, *changes]]
+    assert len(set(keys)) == len(keys) and keys[0].startswith("gpt-tiny-h100-1x2-b4-")
+    assert [Cell.of(**{**base, **change}).key for change in [{}, *changes]] == keys
+    (tmp_path / "m.py").write_text("# another model")
+    assert Cell.of(**{**base, "model": f"{tmp_path}/m.py:f"}).key != keys[-2]
+
+
+def test_options_of_the_capture_stay_behind() -> None:
+    lock = threading.Lock()
+    cell = Cell.of("gpt-tiny", "h100:1x2", options={"seed": 1, "loss_fn": lambda: lock, "mode": "train"})
+    assert cell.search == {"seed": 1} and list(cell.capture) == ["loss_fn", "mode"]
+    assert cell.portable.capture == {} and cell.portable.key == cell.key
 
 
 def test_options_that_are_no_json_have_stable_keys() -> None:
-    grid = Grid(("gpt-tiny",), ("h100:1x2",), search={"constraints": Path("x")})
-    assert grid.cells()[0].key == replace(grid).cells()[0].key
+    keys = {Cell.of("gpt-tiny", "h100:1x2", options={"constraints": Path(name)}).key for name in ("x", "x", "y")}
+    assert len(keys) == 2
 
 
 @pytest.mark.parametrize(
