@@ -34,9 +34,9 @@ BACKWARD_FLOPS: Mapping[Family, float] = {"attention": 2.5, "composite": 2.0, "r
 """Backward over forward operations where they are not separate products: fused attention recomputes one
 of its two products and does four more (arXiv 2307.08691, section 3.1.2)."""
 
-PASSES: Mapping[Family, tuple[float, float]] = {"loss": (2.0, 4.0), "normalisation": (1.0, 1.5), "random": (1.25, 1.25)}
-"""How often the bytes of inputs and outputs move, forward and backward, where it is not once: cross-entropy
-writes log-probabilities and zeroes their gradient, a norm reads twice for its weight, dropout has a mask."""
+PASSES: Mapping[Family, tuple[float, float]] = {"normalisation": (1.0, 1.5), "random": (1.25, 1.25)}
+"""How often the bytes of inputs and outputs move, forward and backward, where it is not once: a norm reads
+twice for its weight, dropout has a mask."""
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,25 @@ def shard_work(
             indices = read - (sizes[table] if table is not None else 0)
             dense = Work(bytes=2 * written + wanted, kernels=2) if wanted else nothing
             return Work(bytes=2 * written + indices), dense
+        case "loss" if kept:
+            # Passes of autoplan's cross entropy: subtract, exponentiate in place, sum; in backward subtract,
+            # exponentiate, scale, and cast where the logits are narrower than float32.
+            logits = max(range(inputs), key=lambda i: prod(local[i]))
+            elements, narrow = prod(local[logits]), sizes[logits] / max(1, prod(local[logits]))
+            wide = max(4.0, narrow)
+            ahead = elements * (narrow + 4 * wide)
+            back = elements * (narrow + 5 * wide + (wide + narrow if narrow < wide else 0))
+            return Work(bytes=ahead, kernels=3), Work(bytes=back, kernels=4) if wanted else nothing
         case "matmul" | "convolution" if flops and inputs >= 2:
             batch, m, n, k = product_shape(family, flops, local, inputs)
             first, second = operands(local[:inputs])
             shapes = {first: (batch, m, k, n), second: (batch, k, n, m)}
-            back = tuple(shape for i, shape in shapes.items() if wants[i])
+            gradients = tuple(shape for i, shape in shapes.items() if wants[i])
             return (
                 Work(products=((batch, m, n, k),), bytes=moved),
-                Work(products=back, bytes=len(back) * moved, kernels=max(1, len(back))) if wanted else nothing,
+                Work(products=gradients, bytes=len(gradients) * moved, kernels=max(1, len(gradients)))
+                if wanted
+                else nothing,
             )
         case "attention" | "composite" | "recurrent":
             share = ATTENTION_SHARE if family == "attention" else 1.0

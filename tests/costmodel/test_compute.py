@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from costmodel.compute import (
     FILL,
-    PASSES,
     TILE,
     WAVE_SHARE,
     Work,
@@ -145,10 +144,11 @@ def test_losses_pass_over_the_logits_several_times():
     b.cross_entropy(logits, b.input("labels", (2, 64), "int64"))
     name = next(op.name for op in b.operators if op.target == "autoplan.sum_exp.default")
     forward, backward = priced(b, name)
-    size = 2 * 2 * 64 * 50257
-    ahead, back = PASSES["loss"]
-    assert forward == pytest.approx(ahead * size / MEMORY + LAUNCH, rel=0.01)
-    assert backward == pytest.approx(back * 2 * size / MEMORY + LAUNCH, rel=0.01)
+    elements = 2 * 64 * 50257
+    assert forward == pytest.approx(elements * (2 + 4 * 4) / MEMORY + 3 * LAUNCH)
+    assert backward == pytest.approx(elements * (2 + 5 * 4 + 4 + 2) / MEMORY + 4 * LAUNCH)
+    top = next(op.name for op in b.operators if op.target == "autoplan.row_max.default")
+    assert priced(b, top, wants=[False]) == pytest.approx((2 * (elements + 2 * 64) / MEMORY + LAUNCH, 0))
 
 
 def test_casts_of_autocast_cost_memory_traffic():

@@ -30,6 +30,13 @@ def test_autocast_lowers_products_and_raises_norms():
     assert dtypes["ids"] == "int64"
 
 
-def test_a_region_captured_under_autocast_keeps_it():
-    linear = of_target(gpt(), "aten.linear.default")
-    assert arithmetic_dtype(replace(linear, context=Context(autocast="float16")), "float32") == "float16"
+def test_what_was_captured_under_autocast_keeps_its_types():
+    graph = gpt()
+    lowered = replace(
+        graph, operators=tuple(replace(op, context=Context(autocast="float16")) for op in graph.operators)
+    )
+    assert tensor_dtypes(lowered, "autocast") == {t.name: t.dtype for t in graph.tensors}
+    linear, norm = (of_target(lowered, t) for t in ("aten.linear.default", "aten.layer_norm.default"))
+    for precision in ("float32", "autocast"):
+        assert arithmetic_dtype(linear, precision) == "float16"
+        assert arithmetic_dtype(norm, precision) is None
