@@ -7,22 +7,22 @@ micro-batches that have not run yet, so conversions are restricted:
 
     R -> S   a slice                             always
     R -> P   the value in micro-batch 0, zero elsewhere   always
-    P -> R   only where the value depends on data alone (a count of valid tokens): a *prologue*
-             computes it for all micro-batches before the first forward
-    S -> R   never: the operator couples samples, and is refused by name
+    P -> R, S -> R   never: the operator couples samples
 
-Gradients of replicated tensors are partial on this axis; they accumulate.
+An operator that couples samples is refused by name, unless it depends on data alone (a count of
+valid tokens, a mask): the whole batch is there when a step starts, so it and what leads to it run
+*once*, on the whole.  Gradients of replicated tensors are partial on this axis; they accumulate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 
 from searchspace.errors import IllegalPlanError
 from searchspace.graph import Graph, Operator
-from searchspace.layout import P, Partial, Placement, R, Region, Split, refine, whole
+from searchspace.layout import Partial, Placement, R, Region, Split, refine, whole
 from searchspace.rule import Choice
 
 
@@ -33,8 +33,8 @@ class TimeAxis:
     Fields
         labels: the choice of each operator on the time axis.
         placement: of each tensor where it is produced.
-        once: operators that are the same for all micro-batches and need no gradient.
-        prologue: operators that run for all micro-batches before the first forward.
+        once: operators that run once for all micro-batches: they need no gradient, and either do not
+            depend on the batch or must see the whole of it.
         granule: samples that must stay together.
     """
 
@@ -43,7 +43,6 @@ class TimeAxis:
     labels: Mapping[str, str]
     placement: Mapping[str, Placement]
     once: frozenset[str]
-    prologue: frozenset[str]
     granule: int = 1
 
     def base(self, tensor: str, placement: Placement, micro_batch: int) -> Region:
@@ -71,14 +70,14 @@ def time_axis(graph: Graph, micro_batches: int) -> TimeAxis:
     """
     if micro_batches == 1:
         free = {t.name: R for t in graph.tensors}
-        return TimeAxis(graph, 1, {op.name: "" for op in graph.operators}, free, frozenset(), frozenset())
+        return TimeAxis(graph, 1, {op.name: "" for op in graph.operators}, free, frozenset())
     batch = graph.batch
     if batch is None:
         raise IllegalPlanError(f"{graph.name} has no batch dimension to cut into {micro_batches} micro-batches")
     if batch < micro_batches:
         raise IllegalPlanError(f"a batch of {batch} is smaller than {micro_batches} micro-batches")
 
-    labels, dims, prologue, granule = _propagate(graph, batch, strict=True)
+    labels, dims, granule = _propagate(graph, batch, strict=True)
     if batch // granule < micro_batches or batch % granule:
         raise IllegalPlanError(
             f"a batch of {batch} whose samples stay together in groups of {granule} "
@@ -99,7 +98,7 @@ def time_axis(graph: Graph, micro_batches: int) -> TimeAxis:
         and not any(graph.tensor[n].requires_grad for n in op.outputs)
         and not op.random
     )
-    return TimeAxis(graph, micro_batches, labels, placement_of, once, frozenset(prologue) - once, granule)
+    return TimeAxis(graph, micro_batches, labels, placement_of, once, granule)
 
 
 def batch_dims(graph: Graph) -> dict[str, int]:
@@ -111,7 +110,7 @@ def batch_dims(graph: Graph) -> dict[str, int]:
     """
     if graph.batch is None:
         raise IllegalPlanError(f"{graph.name} has no batch dimension")
-    labels, dims, _, _ = _propagate(graph, graph.batch, strict=False)
+    labels, dims, _ = _propagate(graph, graph.batch, strict=False)
     # What is made from nothing at the size of the batch (a mask) carries it where its readers say so.
     for op in reversed(graph.operators):
         choice = op.rule.choices[labels[op.name]]
@@ -125,81 +124,106 @@ def batch_dims(graph: Graph) -> dict[str, int]:
     return {name: placement.dim for name, placement in dims.items() if isinstance(placement, Split)}
 
 
-def _propagate(
-    graph: Graph, batch: int, strict: bool
-) -> tuple[dict[str, str], dict[str, Placement], dict[str, None], int]:
-    """Labels of operators, placements of tensors (units not set), prologue operators, granule."""
-    dims: dict[str, Placement] = {}
-    for tensor in graph.tensors:
-        if tensor.kind != "activation":
-            split = tensor.kind == "input" and tensor.batch_dim is not None
-            dims[tensor.name] = Split(tensor.batch_dim or 0) if split else R
-    labels: dict[str, str] = {}
-    prologue: dict[str, None] = {}
-    granule = 1
-    for op in graph.operators:
-        choice = _choose(graph, op, [dims[name] for name in op.inputs], prologue, strict)
-        labels[op.name] = choice.label
-        for name, placement in zip(op.inputs + op.outputs, choice.inputs + choice.outputs, strict=True):
-            if isinstance(placement, Split):
-                # extent * granule / batch must be whole units
-                wanted = batch * placement.unit
-                granule = _lcm(granule, wanted // gcd(wanted, graph.tensor[name].shape[placement.dim]))
-        for name, placement in zip(op.outputs, choice.outputs, strict=True):
-            dims[name] = Split(placement.dim) if isinstance(placement, Split) else placement
-    return labels, dims, prologue, granule
+def _propagate(graph: Graph, batch: int, strict: bool) -> tuple[dict[str, str], dict[str, Placement], int]:
+    """Labels of operators, placements of tensors (units not set), granule.
+
+    Not ``strict``: sums over the batch are whole, and an operator that couples samples sees the
+    whole batch, whatever it depends on.
+    """
+    whole_batch: dict[str, None] = {}
+    while True:
+        found = _Propagation(graph, batch, whole_batch, strict)
+        coupled = found.run()
+        if coupled is None:
+            return found.labels, found.dims, found.granule
+        op, why = coupled
+        producers = [graph.producer[name] for name in op.inputs if name in graph.producer]
+        added = [_add_ancestors(graph, candidate, whole_batch) for candidate in (op, *producers)]
+        if not any(added):
+            if strict:
+                raise _coupled(op, why)
+            whole_batch[op.name] = None
 
 
-def _choose(graph: Graph, op: Operator, have: list[Placement], prologue: dict[str, None], strict: bool) -> Choice:
-    """The choice on the time axis; what it needs summed over micro-batches beforehand joins ``prologue``."""
-    cut = [i for i, p in enumerate(have) if isinstance(p, Split)]
-    partial = [i for i, p in enumerate(have) if isinstance(p, Partial)]
-    if not cut and not partial:
-        return op.rule.choices[""]
-    best: tuple[int, Choice, dict[str, None]] | None = None
-    reasons = []
-    for choice in op.rule.choices.values():
-        if not all(_same_dim(choice.inputs[i], have[i]) for i in cut):
-            continue
-        if not all(choice.inputs[i] in (R, have[i]) for i in partial):
-            continue
-        if not cut and not all(p in (R, P) for p in choice.inputs):
-            continue
-        early = [op.inputs[i] for i in partial if choice.inputs[i] == R]
-        found: dict[str, None] = {}
-        blocked = [name for name in early if strict and not _depends_on_data_alone(graph, name, found)]
-        if blocked:
-            reasons.append(f"it needs the sum of {blocked[0]} over all micro-batches, which depends on the forward")
-        elif best is None or len(early) < best[0]:
-            best = (len(early), choice, found)
-    if best is None:
-        split = have[cut[0]] if cut else None
-        where = (
-            f"input {op.inputs[cut[0]]} cannot be cut along its dimension {split.dim}"
-            if isinstance(split, Split)
-            else ""
-        )
-        raise _coupled(op, reasons[0] if reasons else where)
-    prologue.update(best[2])
-    return best[1]
+@dataclass
+class _Propagation:
+    """One pass over the operators; those in ``whole_batch`` see the whole batch."""
+
+    graph: Graph
+    batch: int
+    whole_batch: Mapping[str, None]
+    strict: bool
+    labels: dict[str, str] = field(default_factory=dict)
+    dims: dict[str, Placement] = field(default_factory=dict)
+    granule: int = 1
+
+    def run(self) -> tuple[Operator, str] | None:
+        """The first operator that couples samples, and why; None when the pass succeeds."""
+        graph, dims = self.graph, self.dims
+        for tensor in graph.tensors:
+            if tensor.kind != "activation":
+                split = tensor.kind == "input" and tensor.batch_dim is not None
+                dims[tensor.name] = Split(tensor.batch_dim or 0) if split else R
+        for op in graph.operators:
+            choice = op.rule.choices[""] if op.name in self.whole_batch else self._choose(op)
+            if isinstance(choice, str):
+                return op, choice
+            self.labels[op.name] = choice.label
+            for name, placement in zip(op.inputs + op.outputs, choice.inputs + choice.outputs, strict=True):
+                if isinstance(placement, Split):
+                    # extent * granule / batch must be whole units
+                    wanted = self.batch * placement.unit
+                    self.granule = _lcm(self.granule, wanted // gcd(wanted, graph.tensor[name].shape[placement.dim]))
+            for name, placement in zip(op.outputs, choice.outputs, strict=True):
+                summed = isinstance(placement, Partial) and not self.strict
+                dims[name] = Split(placement.dim) if isinstance(placement, Split) else R if summed else placement
+        return None
+
+    def _choose(self, op: Operator) -> Choice | str:
+        """The choice on the time axis, or why there is none."""
+        have = [self.dims[name] for name in op.inputs]
+        fixed = [i for i, p in enumerate(have) if p != R]
+        if not fixed:
+            return op.rule.choices[""]
+        for choice in op.rule.choices.values():
+            if all(_fits(choice.inputs[i], have[i]) for i in fixed):
+                return choice
+        for i in fixed:
+            where = have[i]
+            if isinstance(where, Split) and not any(_fits(c.inputs[i], where) for c in op.rule.choices.values()):
+                return f"input {op.inputs[i]} cannot be cut along dimension {where.dim}"
+        partial = [op.inputs[i] for i in fixed if isinstance(have[i], Partial)]
+        if partial:
+            return f"it needs the sum of {partial[0]} over all micro-batches"
+        return f"inputs {[op.inputs[i] for i in fixed]} cannot be cut together"
+
+
+def _fits(wanted: Placement, have: Placement) -> bool:
+    return wanted == have or _same_dim(wanted, have)
 
 
 def _same_dim(wanted: Placement, have: Placement) -> bool:
     return isinstance(wanted, Split) and isinstance(have, Split) and wanted.dim == have.dim
 
 
-def _depends_on_data_alone(graph: Graph, name: str, found: dict[str, None]) -> bool:
-    """Whether ``name`` needs no parameter, gradient or random numbers; its operators join ``found``."""
-    pending = [name]
+def _add_ancestors(graph: Graph, op: Operator, found: dict[str, None]) -> bool:
+    """Add ``op`` and all that leads to it; false if that is nothing new, or more than data.
+
+    Data alone: no parameter, no gradient, no random numbers.
+    """
+    reached: dict[str, None] = {}
+    pending = [op]
     while pending:
-        tensor = graph.tensor[pending.pop()]
-        op = graph.producer.get(tensor.name)
-        if tensor.kind == "parameter" or tensor.requires_grad or (op is not None and op.random):
+        at = pending.pop()
+        tensors = [graph.tensor[name] for name in at.inputs + at.outputs]
+        if at.random or any(t.kind == "parameter" or t.requires_grad for t in tensors):
             return False
-        if op is not None and op.name not in found:
-            found[op.name] = None
-            pending.extend(op.inputs)
-    return True
+        if at.name not in reached:
+            reached[at.name] = None
+            pending.extend(graph.producer[name] for name in at.inputs if name in graph.producer)
+    new = any(name not in found for name in reached)
+    found.update(reached)
+    return new
 
 
 def _coupled(op: Operator, why: str) -> IllegalPlanError:

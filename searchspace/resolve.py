@@ -37,7 +37,7 @@ StageIndex = int
 EVERYWHERE: StageIndex = -1
 """The pseudo-stage of results that every rank receives."""
 
-Kind = Literal["once", "prologue", "main"]
+Kind = Literal["once", "main"]
 
 
 @dataclass(frozen=True)
@@ -453,7 +453,7 @@ class _Resolver:
         kinds = {name: self._kind(name) for name in names}
         regions = _recompute_regions(graph, names, self.plan.transformation.recompute)
         levels = self._levels(stage, names, kinds, regions)
-        order: dict[Kind, int] = {"once": 0, "prologue": 1, "main": 2}
+        order: dict[Kind, int] = {"once": 0, "main": 1}
         groups: dict[tuple[int, int, int], list[str]] = {}
         for name in names:
             region = regions.get(name)
@@ -490,7 +490,7 @@ class _Resolver:
         return tuple(segments)
 
     def _kind(self, name: str) -> Kind:
-        return "once" if name in self.time.once else "prologue" if name in self.time.prologue else "main"
+        return "once" if name in self.time.once else "main"
 
     def _levels(
         self, stage: StageIndex, names: Sequence[str], kinds: Mapping[str, Kind], regions: Mapping[str, int]

@@ -117,7 +117,8 @@ class BackwardPass:
             if home is not None and key is not None and key[1] != ONCE:
                 self.move.add_converted(micro_batch, key, (self.parameters.held(home, version.stage), ONCE))
                 # a tied parameter is used again: that gradient must not be added to this one
-                self.forward.everywhere(segment.stage, lambda rank, consumed=key: Free((consumed,)))
+                consumed = Free((key,))
+                self.move.emit(dict.fromkeys(self.resolution.mesh(segment.stage).devices, consumed))
 
     def pending(self) -> dict[str, set[str]]:
         """For each parameter with a gradient, the segments that add to it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from searchspace.errors import IllegalPlanError
 from searchspace.graph import Argument, LocalEnd, LocalOffset
-from searchspace.layout import P, Partial, R, region_of
+from searchspace.layout import P, region_of
 from searchspace.materialize.movement import Movement
 from searchspace.materialize.slots import SlotTable
 from searchspace.program import ONCE, BoundOperator, Forward, Instruction, Key, Rank, SegmentCode
@@ -26,27 +26,12 @@ class ForwardPass:
     codes: dict[object, SegmentCode] = field(default_factory=dict)
 
     def prologue(self) -> None:
-        """What does not depend on the micro-batch, and sums over all micro-batches of what depends on data."""
+        """What runs once for all micro-batches."""
         resolution = self.resolution
         for stage in self.resolution.stages:
             for segment in resolution.segments[stage]:
                 if segment.kind == "once":
                     self.run(segment, ONCE, keep=False)
-        for micro_batch in range(self.resolution.time.micro_batches):
-            for stage in self.resolution.stages:
-                for segment in resolution.segments[stage]:
-                    if segment.kind == "prologue":
-                        self.run(segment, micro_batch, keep=False)
-        totals: dict[Version, Key] = {}
-        for adapter in resolution.adapters.values():
-            source, target = adapter.source, adapter.target
-            if not _sums_over_time(adapter) or target.stage == EVERYWHERE:
-                continue
-            if source not in totals:
-                totals[source] = self.total(source)
-            key = self.slots.key(target, ONCE)
-            self.move.convert(ONCE, totals[source], key)
-            self.ready.add(key)
 
     def total(self, source: Version) -> Key:
         """The sum of a version over all micro-batches."""
@@ -83,8 +68,7 @@ class ForwardPass:
             for adapter in self.resolution.adapters_from.get(version, ()):
                 target = adapter.target
                 inside = target.stage == segment.stage and (not again or self._read_in(target, segment))
-                early = segment.kind != "once" and _sums_over_time(adapter)
-                if target.stage == EVERYWHERE or early or (again and not inside):
+                if target.stage == EVERYWHERE or (again and not inside):
                     continue
                 if segment.kind == "once" and not self.slots.once(target):
                     continue
@@ -118,10 +102,6 @@ class ForwardPass:
         adapter = self.resolution.adapters.get(version)
         if adapter is None or key in self.ready:
             return key
-        if _sums_over_time(adapter):
-            raise IllegalPlanError(
-                f"{version.tensor} needs a sum over micro-batches that itself needs one; micro_batches must be 1"
-            )
         self._adapt(adapter, micro_batch)
         return key
 
@@ -180,10 +160,6 @@ class ForwardPass:
 def differentiable(segment: Segment) -> bool:
     """Whether a segment has a backward."""
     return any(version.gradient is not None for version in segment.outputs)
-
-
-def _sums_over_time(adapter: Adapter) -> bool:
-    return isinstance(adapter.source.time, Partial) and adapter.target.time == R
 
 
 def _uses_offset(arguments: Iterable[Argument]) -> bool:

@@ -102,7 +102,7 @@ class SlotTable:
         if adapter is not None:
             if adapter.source.tensor in self.resolution.parameters:
                 return False
-            return version.time == R and (adapter.source.time != R or self.once(adapter.source))
+            return version.time == R and self.once(adapter.source)
         op = self.resolution.graph.producer.get(version.tensor)
         return op is None or op.name in self.resolution.time.once
 
