@@ -21,11 +21,14 @@ SELF = object()
 
 @dataclass(eq=False)
 class Memory:
-    """The present value of a piece of memory, and how often it was written."""
+    """The present value of a piece of memory, and how often it was written.
+
+    ``fixed`` says why it must not be written, where that is so.
+    """
 
     value: Value
     version: int = 0
-    borrowed: bool = False
+    fixed: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class Alias:
     version: int
 
     @classmethod
-    def fresh(cls, value: Value) -> Alias:
-        return cls(Memory(value), (), value, 0)
+    def fresh(cls, value: Value, fixed: str = "") -> Alias:
+        return cls(Memory(value, fixed=fixed), (), value, 0)
 
     def viewed(self, view: View, value: Value) -> Alias:
         """A further view of the same memory, whose present value is ``value``."""
@@ -75,7 +78,7 @@ class Alias:
         return self.value
 
     def write(self, emit: Emit, value: Value) -> None:
-        """Let the tensor take ``value``, and all others that share memory see it."""
+        """Let the tensor take ``value``, and all others that share memory see it; or CaptureError."""
         new = value
         for view, whole in reversed(list(zip(self.views, self._derived(emit), strict=False))):
             new = view.scatter(emit, whole, new)

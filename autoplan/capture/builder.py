@@ -57,7 +57,6 @@ class Emitted:
     """An operator under construction; ``given`` are its arguments with values in place of references."""
 
     call: Call
-    traits: Traits
     inputs: tuple[Value, ...]
     given: tuple[Any, ...]
     module: str
@@ -70,10 +69,9 @@ class Emitted:
 
 @dataclass(frozen=True)
 class _Result:
-    """What a call returned on fake tensors: metas with strides, and the traits."""
+    """What a call returned on fake tensors: metas in ``call``, strides, and whether it returns several tensors."""
 
     call: Call
-    traits: Traits
     strides: tuple[tuple[int, ...], ...]
     several: bool
 
@@ -122,26 +120,23 @@ class GraphBuilder:
 
         A call that was made before in the same context gives the same values, unless it is random.
         """
-        inputs: list[Value] = []
-        plain_args = tuple(_plain(arg, inputs) for arg in args)
-        plain_kwargs = tuple((name, _plain(arg, inputs)) for name, arg in sorted(kwargs.items()))
-        context = self._context(inputs)
-        key = (target, _exact(plain_args), _exact(plain_kwargs), context, tuple((v.meta, v.stride) for v in inputs))
-        result = self._results.get(key)
-        if result is None:
-            call = Call(target, plain_args, plain_kwargs, tuple(v.meta for v in inputs), (), context)
-            result = self._results[key] = self._run(call, [v.stride for v in inputs])
-        common = (target, _exact(plain_args), _exact(plain_kwargs), context, tuple(map(id, inputs)))
-        outputs = None if is_random(target) or result.traits.random else self._common.get(common)
+        call, inputs = self._call(target, args, kwargs)
+        result = self._run_once(call, inputs)
+        common = (_exact(call), tuple(map(id, inputs)))
+        outputs = None if is_random(call) else self._common.get(common)
         if outputs is None:
             metas = zip(result.call.outputs, result.strides, strict=True)
             outputs = tuple(Value(m.shape, stride, m.dtype, m.requires_grad) for m, stride in metas)
-            emitted = Emitted(result.call, result.traits, tuple(inputs), args, self.module, outputs)
+            emitted = Emitted(result.call, inputs, args, self.module, outputs)
             for value in outputs:
                 value.origin = emitted
             self.operators.append(emitted)
             self._common[common] = outputs
         return outputs if result.several else outputs[0]
+
+    def results(self, target: str, *args: Any, **kwargs: Any) -> tuple[TensorMeta, ...]:
+        """What a call would return, without making it."""
+        return self._run_once(*self._call(target, args, kwargs)).call.outputs
 
     @contextmanager
     def at(self, module: str, context: Context) -> Iterator[None]:
@@ -161,8 +156,23 @@ class GraphBuilder:
             autocast=self.context.autocast if floating else None,
         )
 
+    def _call(self, target: str, args: Any, kwargs: Any) -> tuple[Call, tuple[Value, ...]]:
+        """The call of ``target`` without results, and its tensors."""
+        inputs: list[Value] = []
+        plain_args = tuple(_plain(arg, inputs) for arg in args)
+        plain_kwargs = tuple((name, _plain(arg, inputs)) for name, arg in sorted(kwargs.items()))
+        metas = tuple(v.meta for v in inputs)
+        return Call(target, plain_args, plain_kwargs, metas, (), self._context(inputs)), tuple(inputs)
+
+    def _run_once(self, call: Call, inputs: Sequence[Value]) -> _Result:
+        strides = tuple(v.stride for v in inputs)
+        key = (_exact(call), call.inputs, strides)
+        if key not in self._results:
+            self._results[key] = self._run(call, strides)
+        return self._results[key]
+
     def _run(self, call: Call, strides: Sequence[tuple[int, ...]]) -> _Result:
-        """Run the call on fake tensors and describe it."""
+        """Run the call on fake tensors."""
         with ExitStack() as stack:
             stack.enter_context(self.mode)
             fakes = [
@@ -192,7 +202,7 @@ class GraphBuilder:
             )
         metas = tuple(TensorMeta(tuple(r.shape), dtype_name(r.dtype), r.requires_grad) for r in results)
         call = Call(call.target, call.args, call.kwargs, call.inputs, metas, call.context)
-        return _Result(call, self.describe(call), tuple(r.stride() for r in results), several)
+        return _Result(call, tuple(r.stride() for r in results), several)
 
     def finish(
         self,
@@ -207,12 +217,16 @@ class GraphBuilder:
         live = _live(self.operators, wanted)
         names = _tensor_names(self.sources, live)
         kinds = Counter[str]()
+        traits: dict[Any, Traits] = {}
         operators = []
         for emitted in live:
             base = f"{emitted.module}/{_kind(emitted.target)}" if emitted.module else _kind(emitted.target)
             kinds[base] += 1
             operator = base if kinds[base] == 1 else f"{base}_{kinds[base] - 1}"
-            operators.append(_operator(operator, emitted, names))
+            key = (_exact(emitted.call), emitted.call.inputs)
+            if key not in traits:
+                traits[key] = self.describe(emitted.call)
+            operators.append(_operator(operator, emitted, traits[key], names))
         tensors = [_tensor(value, names) for value in self.sources]
         tensors += [_tensor(value, names) for emitted in live for value in emitted.outputs]
         return Graph(
@@ -260,8 +274,7 @@ def _tensor_names(sources: Sequence[Value], live: Sequence[Emitted]) -> dict[Val
     return names
 
 
-def _operator(name: str, emitted: Emitted, names: dict[Value, str]) -> Operator:
-    traits = emitted.traits
+def _operator(name: str, emitted: Emitted, traits: Traits, names: dict[Value, str]) -> Operator:
     saved = [emitted.inputs[i] for i in traits.saved_inputs] + [emitted.outputs[i] for i in traits.saved_outputs]
     return Operator(
         name=name,
@@ -309,7 +322,9 @@ def _plain(arg: Any, inputs: list[Value]) -> Argument:
 
 
 def _exact(arg: Any) -> Any:
-    """A key in which 1, 1.0 and True differ."""
+    """A key of a call's arguments (or of one argument) in which 1, 1.0 and True differ."""
+    if isinstance(arg, Call):
+        return arg.target, _exact(arg.args), _exact(arg.kwargs), arg.context
     if isinstance(arg, tuple):
         return tuple(_exact(item) for item in arg)
     return (type(arg), repr(arg)) if isinstance(arg, bool | int | float | complex) else arg
@@ -328,9 +343,10 @@ def concrete(arg: Any, tensors: Sequence[torch.Tensor], device: str) -> Any:
     return arg
 
 
-def is_random(target: str) -> bool:
-    """Whether torch says that the operator draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in overload(target).tags  # type: ignore[attr-defined]
+def is_random(call: Call) -> bool:
+    """Whether the call draws random numbers: torch says so, or it has a number of its own to draw by."""
+    tags: Sequence[torch.Tag] = getattr(overload(call.target), "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or Symbol("operator") in call.args
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -109,10 +109,6 @@ class Emit(Protocol):
 
     def __call__(self, target: str, *args: Any, **kwargs: Any) -> Any: ...
 
-    def serial(self) -> int:
-        """0, 1, 2...: another number at each call in the course of one capture (to tell random operators apart)."""
-        ...
-
 
 Rewrite = Callable[..., Any]
 

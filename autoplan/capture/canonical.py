@@ -273,19 +273,29 @@ DROPPED = frozenset({
 
 def writes(target: str) -> tuple[str, ...]:
     """Names of the arguments that the operator's schema says it writes to."""
-    arguments = overload(target)._schema.arguments  # type: ignore[attr-defined]
+    arguments = overload(target)._schema.arguments
     return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def out_of_place(target: str) -> str:
     """The operator that computes what the in-place ``target`` writes to its first argument; or CaptureError."""
     namespace, packet, name = target.split(".")
-    first = overload(target)._schema.arguments[0].name  # type: ignore[attr-defined]
     plain = packet.replace("__i", "__") if packet.startswith("__i") else packet.removesuffix("_")
-    found = f"{namespace}.{plain}.{name}"
-    try:
-        if plain == packet or writes(target) != (first,) or writes(found):
-            raise CaptureError(target)
-    except CaptureError:
-        raise CaptureError(f"the in-place operator {target} has no out-of-place form; write it out of place") from None
-    return found
+    plain = {"normal": "normal_functional"}.get(plain, plain)
+    types = _types(target)
+    operators = getattr(torch.ops, namespace)
+    if (
+        plain != packet
+        and writes(target) == (overload(target)._schema.arguments[0].name,)
+        and hasattr(operators, plain)
+    ):
+        overloads = getattr(operators, plain).overloads()
+        for candidate in sorted(overloads, key=lambda other: other != name):  # the same name first
+            found = f"{namespace}.{plain}.{candidate}"
+            if not writes(found) and _types(found)[: len(types)] == types:
+                return found
+    raise CaptureError(f"the in-place operator {target} has no out-of-place form; write it out of place")
+
+
+def _types(target: str) -> list[str]:
+    return [str(argument.type) for argument in overload(target)._schema.arguments]

@@ -7,21 +7,19 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoplan.capture.aliasing import Alias
-from autoplan.capture.builder import GraphBuilder, Value, dtype_name
+from autoplan.capture.builder import GraphBuilder
 from autoplan.capture.call import Call, Rewrite, Traits
-from autoplan.capture.canonical import DEVICE
 from autoplan.capture.captured import Captured
-from autoplan.capture.export import MODEL, Trace, trace
+from autoplan.capture.export import trace
 from autoplan.capture.guards import check_model, check_storage
 from autoplan.capture.lower import Lowering
-from autoplan.capture.signature import CallSignature, sign
+from autoplan.capture.signature import sign
+from autoplan.capture.sources import Sources
 from autoplan.capture.standin import Inventory, device_type
 from autoplan.capture.structure import flatten
 from searchspace.errors import CaptureError
-from searchspace.graph import Symbol
 from searchspace.plan import Mode, Precision
 from searchspace.rule import Rule
 
@@ -78,7 +76,7 @@ def capture(
     )
     describe, rewrites = _meaning()
     builder = GraphBuilder(fake, where, describe, gradients=mode == "train")
-    sources = _Sources(builder, signature, inventory, floating)
+    sources = Sources(builder, signature, inventory, floating)
     lowering = Lowering(builder, rewrites)
     results = lowering.run(traced.program.graph_module, sources.placeholders(traced))
     values = [lowering.read(result) for result in results]
@@ -92,88 +90,6 @@ def capture(
     graph = builder.finish(name or type(model).__name__, values, loss, updates, signature.batch)
     constants = {t.name: sources.constants[t.source] for t in graph.of_kind("constant")}
     return Captured(graph, model, mode, precision, signature, traced.outputs, constants)
-
-
-class _Sources:
-    """The graph's inputs, parameters, buffers and constants, and the traced placeholders that stand for them."""
-
-    def __init__(
-        self, builder: GraphBuilder, signature: CallSignature, inventory: Inventory, floating: torch.dtype | None
-    ) -> None:
-        self.constants: dict[str, torch.Tensor] = {}
-        self._builder = builder
-        self._by_name: dict[str, Alias] = {}
-        self._inputs = [
-            Alias.fresh(builder.source("input", leaf.path, leaf.shape, leaf.dtype, batch_dim=leaf.batch_dim))
-            for leaf in signature.tensors
-        ]
-        self._state: list[tuple[Alias, Value]] = []
-        for kind, registered in (("parameter", inventory.parameters), ("buffer", inventory.buffers)):
-            for item in registered:
-                tensor = item.tensor
-                cast = floating if kind == "parameter" and tensor.is_floating_point() and floating else tensor.dtype
-                value = builder.source(
-                    kind,  # type: ignore[arg-type]
-                    item.names[0],
-                    tensor.shape,
-                    cast,
-                    requires_grad=tensor.requires_grad,
-                    aliases=item.names[1:],
-                )
-                alias = Alias.fresh(value)
-                self._state.append((alias, value))
-                self._by_name.update(dict.fromkeys(item.names, alias))
-
-    def placeholders(self, traced: Trace) -> list[Alias]:
-        """One entry for each placeholder of the exported graph, in its order."""
-        signature = traced.program.graph_signature
-        registered = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-        lifted = signature.inputs_to_lifted_tensor_constants
-        supply = iter(self._inputs)
-        found = []
-        for node in traced.program.graph_module.graph.find_nodes(op="placeholder"):
-            if node.name in registered:
-                found.append(self._by_name[registered[node.name].removeprefix(MODEL + ".")])
-            elif node.name in lifted:
-                found.append(self._constant(lifted[node.name], traced.program.constants[lifted[node.name]]))
-            else:
-                found.append(next(supply))
-        return found
-
-    def _constant(self, path: str, tensor: torch.Tensor) -> Alias:
-        """A lifted tensor; a number becomes part of the graph."""
-        path = path.removeprefix(MODEL + ".")
-        if isinstance(tensor, FakeTensor):  # a plain attribute on meta: no data, good for planning only
-            tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        if tensor.numel() == 1 and not tensor.is_meta and not tensor.requires_grad:
-            dtype = Symbol(f"torch.{dtype_name(tensor.dtype)}")
-            shape = tuple(tensor.shape)
-            number = self._builder.emit("aten.full.default", shape, tensor.item(), dtype=dtype, device=DEVICE)
-            return Alias.fresh(number)
-        self.constants[path] = tensor.detach()
-        value = self._builder.source("constant", path, tensor.shape, tensor.dtype)
-        alias = Alias.fresh(value)
-        self._state.append((alias, value))
-        return alias
-
-    def updates(self, lowering: Lowering) -> list[tuple[Value, Value]]:
-        """(buffer, its new value) for the buffers that were written."""
-        found = []
-        for alias, value in self._state:
-            if alias.memory.version == 0:
-                continue
-            if value.kind != "buffer":
-                what = (
-                    f"parameter {value.source!r}" if value.kind == "parameter" else f"tensor attribute {value.source!r}"
-                )
-                hint = (
-                    "update it outside the model" if value.kind == "parameter" else "register it with register_buffer"
-                )
-                raise CaptureError(f"forward changes the {what} in place; {hint}")
-            new = lowering.read(alias)
-            if new is not value:
-                found.append((value, new))
-        return found
 
 
 def _check_options(mode: str, precision: str, loss_fn: Any) -> None:

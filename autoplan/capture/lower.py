@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.capture import guards
 from autoplan.capture.aliasing import SELF, Alias, View, picked
-from autoplan.capture.builder import GraphBuilder, Value, dtype_name
+from autoplan.capture.builder import GraphBuilder, Value, dtype_name, torch_dtype
 from autoplan.capture.call import Rewrite, overload
 from autoplan.capture.canonical import DEVICE, DROPPED, FOLDS, out_of_place, writes
 from autoplan.capture.export import MODEL
@@ -45,14 +44,33 @@ class Emitter:
         self.builder = builder
         self._rewrites = rewrites
         self._active: list[str] = []
-        self._serials = count()
 
     def __call__(self, target: str, *args: Any, **kwargs: Any) -> Any:
         fold = FOLDS.get(target)
         result = fold(self, *args, **kwargs) if fold is not None else NotImplemented
         if result is NotImplemented:
             result = self.rewritten(target, *args, **kwargs)
+        if result is not NotImplemented and self.builder.context.autocast is not None:
+            result = self._as_autocast(result, target, args, kwargs)
         return self.builder.emit(target, *args, **kwargs) if result is NotImplemented else result
+
+    def _as_autocast(self, result: Any, target: str, args: Any, kwargs: Any) -> Any:
+        """A folded or rewritten call under autocast, where the original may have cast its inputs first.
+
+        If the dtypes of the results tell so, the cast is made explicit; if that does not help, the call is kept.
+        """
+        wanted = [meta.dtype for meta in self.builder.results(target, *args, **kwargs)]
+        if _dtypes(result) == wanted or len(set(wanted)) != 1:
+            return result
+
+        def cast(arg: Any) -> Any:
+            if isinstance(arg, Value) and torch_dtype(arg.dtype).is_floating_point and arg.dtype != wanted[0]:
+                return self("aten.to.dtype", arg, Symbol(f"torch.{wanted[0]}"))
+            return tuple(map(cast, arg)) if isinstance(arg, tuple) else arg
+
+        args = tuple(map(cast, args))
+        result = self.rewritten(target, *args, **kwargs)
+        return result if result is not NotImplemented and _dtypes(result) == wanted else NotImplemented
 
     def rewritten(self, target: str, *args: Any, **kwargs: Any) -> Any:
         """What the target's rewrite gives, or NotImplemented; a rewrite is not applied inside itself."""
@@ -65,8 +83,9 @@ class Emitter:
         finally:
             self._active.pop()
 
-    def serial(self) -> int:
-        return next(self._serials)
+
+def _dtypes(result: Any) -> list[str]:
+    return [value.dtype for value in (result if isinstance(result, tuple) else (result,))]
 
 
 class Lowering:
@@ -89,7 +108,8 @@ class Lowering:
             elif node.op == "output":
                 return tuple(fx.node.map_arg(node.args[0], env.__getitem__))
             else:
-                module = module_path(node) or module
+                path = module_path(node)
+                module = module if path is None else path
                 with self.builder.at(module, context):
                     env[node] = self._located(node, env)
         raise CaptureError("the exported graph has no output")
@@ -153,6 +173,8 @@ class Lowering:
         """An in-place operator: compute the new value, and let all that share memory see it."""
         functional = out_of_place(target)
         written = args[0]
+        if written.memory.fixed:
+            raise CaptureError(written.memory.fixed)
         before = self.read(written)
         if before.requires_grad and self.builder.context.no_grad:
             raise CaptureError(
@@ -233,10 +255,12 @@ def shares_memory(a: Any, b: Any) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
-def module_path(node: fx.Node) -> str:
-    """Qualified name of the innermost module that made a traced node; "" for the model itself."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next(iter(reversed(stack.values())), ("", ""))[0]
+def module_path(node: fx.Node) -> str | None:
+    """Qualified name of the innermost module that made a traced node, "" for the model; None if it is not known."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    path = str(next(reversed(stack.values()))[0])
     return "" if path == MODEL else path.removeprefix(MODEL + ".")
 
 
@@ -252,7 +276,7 @@ def normalised(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
     What concerns memory only is left out; a tensor that is created is created on the rank's device.
     """
-    arguments = overload(target)._schema.arguments  # type: ignore[attr-defined]
+    arguments = overload(target)._schema.arguments
     names = [a.name for a in arguments if not a.kwarg_only]
     given = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
     last = max((i + 1 for i, name in enumerate(names) if name in given), default=0)

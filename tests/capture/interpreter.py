@@ -10,7 +10,18 @@ import torch
 
 from autoplan.capture import Captured
 from autoplan.operators import resolve
-from searchspace.graph import GlobalSize, Graph, InputRef, LocalEnd, LocalOffset, LocalSize, Operator, Symbol, TensorDim, operator_number
+from searchspace.graph import (
+    GlobalSize,
+    Graph,
+    InputRef,
+    LocalEnd,
+    LocalOffset,
+    LocalSize,
+    Operator,
+    Symbol,
+    TensorDim,
+    operator_number,
+)
 
 Tensors = dict[str, torch.Tensor]
 

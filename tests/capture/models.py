@@ -31,7 +31,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tied embedding; returns the loss when it gets labels, else logits."""
 
-    def __init__(self, vocabulary: int = 23, width: int = 20, heads: int = 5, layers: int = 2, length: int = 16) -> None:
+    def __init__(
+        self, vocabulary: int = 23, width: int = 20, heads: int = 5, layers: int = 2, length: int = 16
+    ) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.h = nn.ModuleList(Block(width, heads) for _ in range(layers))

@@ -15,40 +15,56 @@ from autoplan.capture.structure import flatten, is_cache
 from searchspace.errors import CaptureError
 from searchspace.graph import Graph
 from tests.capture.interpreter import run_captured
-from tests.capture.models import MODELS, GPT, build, tokens
+from tests.capture.models import GPT, MODELS, build, tokens
 
 
 def own_loss(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.loss
 
 
-def assert_same_as_eager(captured: Any, model: nn.Module, args: Any, kwargs: Any, loss_of: Any = own_loss) -> None:
-    """Exact equality of outputs, loss, gradients and buffers with a copy of the eager model."""
+def assert_same_as_eager(
+    captured: Any, model: nn.Module, args: Any, kwargs: Any, loss_of: Any = own_loss, tolerance: float = 1e-12
+) -> None:
+    """Equality of outputs, loss, gradients and buffers with a copy of the eager model, called with the same.
+
+    Differences are relative to the largest value of any gradient, and larger where the model computes in float32.
+    """
     graph: Graph = captured.graph
     reference = copy.deepcopy(model)
     expected = reference(*copy.deepcopy(args), **kwargs)
     loss = loss_of(expected)
     loss.backward()
     found = run_captured(captured, args, kwargs)
-    torch.testing.assert_close(found[graph.loss], loss, rtol=1e-12, atol=1e-12)
+    close(found[graph.loss], loss, 1.0, tolerance)
     output = captured.unflatten_outputs(found)
     assert type(output) is type(expected)
     leaves, wanted_leaves = (
         {path: leaf for path, leaf in flatten(value)[0] if not is_cache(leaf)} for value in (output, expected)
     )
     assert list(leaves) == list(wanted_leaves)
-    torch.testing.assert_close(leaves, wanted_leaves, rtol=1e-12, atol=1e-12)
+    for path, leaf in leaves.items():
+        close(leaf, wanted_leaves[path], 1.0, tolerance)
     trained = [t for t in graph.parameters if t.requires_grad]
     gradients = torch.autograd.grad(found[graph.loss], [found[t.name] for t in trained], allow_unused=True)
-    for tensor, gradient in zip(trained, gradients, strict=True):
-        wanted = reference.get_parameter(tensor.source).grad
+    references = [reference.get_parameter(t.source).grad for t in trained]
+    largest = max(float(g.abs().max()) for g in references if g is not None)
+    for tensor, gradient, wanted in zip(trained, gradients, references, strict=True):
         assert (gradient is None) == (wanted is None), tensor.source
         if wanted is not None:
-            torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12, msg=tensor.source)
+            close(gradient, wanted, largest, tolerance)
     updates = dict(graph.buffer_updates)
     for name in captured.named_buffers():
-        wanted = reference.get_buffer(graph.tensor[name].source)
-        torch.testing.assert_close(found[updates.get(name, name)].detach(), wanted, rtol=1e-12, atol=1e-12)
+        close(found[updates.get(name, name)], reference.get_buffer(graph.tensor[name].source), 1.0, tolerance)
+
+
+def close(found: Any, expected: Any, scale: float, tolerance: float) -> None:
+    """max |a - b| <= tolerance x max(scale, max |b|) for floating-point tensors, equality for all others."""
+    if not isinstance(expected, torch.Tensor) or not expected.is_floating_point():
+        assert torch.equal(found, expected) if isinstance(expected, torch.Tensor) else found == expected
+        return
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    difference = float((found - expected).detach().abs().max())
+    assert difference <= tolerance * max(scale, float(expected.detach().abs().max()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -56,7 +72,7 @@ def test_graph_equals_eager_model(name: str) -> None:
     model, args, kwargs = build(name)
     state = {key: value.clone() for key, value in model.state_dict().items()}
     captured = capture(model, args, kwargs)
-    assert_same_as_eager(captured, model, args, kwargs)
+    assert_same_as_eager(captured, model, args, kwargs, tolerance=1e-6 if name.startswith("hf_") else 1e-12)
     for key, value in model.state_dict().items():
         assert torch.equal(value, state[key]), key
     assert all(p.grad is None for p in model.parameters())
@@ -88,7 +104,7 @@ def test_inference_has_no_loss_and_no_gradient(name: str) -> None:
     with torch.no_grad():
         expected = model.eval()(*args, **kwargs)
     output = captured.unflatten_outputs(run_captured(captured, args, kwargs))
-    torch.testing.assert_close(own_loss(output), own_loss(expected), rtol=1e-12, atol=1e-12)
+    close(own_loss(output), own_loss(expected), 1.0, 1e-6 if name.startswith("hf_") else 1e-12)
 
 
 def test_tied_parameter_is_one_tensor_with_aliases() -> None:
@@ -106,7 +122,7 @@ def test_tied_parameter_is_one_tensor_with_aliases() -> None:
 def test_operator_names_are_module_path_and_kind() -> None:
     model, args, kwargs = build("gpt")
     graph = capture(model, args, kwargs).graph
-    assert "h.0.qkv/linear" in graph.operator
+    assert "h.0.up/linear" in graph.operator
     assert graph.operator["h.1.ln_2/layer_norm"].module == "h.1.ln_2"
     assert all(name.isidentifier() for name in graph.tensor)
     assert capture(model, args, kwargs).graph == graph
@@ -127,20 +143,21 @@ def test_bf16_graph_equals_model_in_bf16() -> None:
     model, args, kwargs = build("gpt")
     captured = capture(model.float(), args, kwargs, precision="bf16")
     found = run_captured(captured, args)[captured.graph.loss]
-    assert torch.equal(found, copy.deepcopy(model).bfloat16()(*args))
+    close(found, copy.deepcopy(model).bfloat16()(*args), 1.0, 2**-7)
 
 
 def test_autocast_records_context_and_real_dtypes() -> None:
     model, args, kwargs = build("gpt")
     model = model.float()
     captured = capture(model, args, kwargs, precision="autocast")
-    linear = captured.graph.operator["h.0.qkv/linear"]
+    linear = captured.graph.operator["h.0.up/linear"]
     assert linear.context.autocast == "bfloat16"
     assert captured.graph.tensor[linear.outputs[0]].dtype == "bfloat16"
-    assert captured.graph.tensor["p_h_0_qkv_weight"].dtype == "float32"
+    assert captured.graph.tensor["p_h_0_up_weight"].dtype == "float32"
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(*args)
-    torch.testing.assert_close(run_captured(captured, args)[captured.graph.loss], expected)
+    assert expected.dtype == torch.float32
+    close(run_captured(captured, args)[captured.graph.loss], expected, 1.0, 1e-6)
 
 
 class Regions(nn.Module):
@@ -204,7 +221,7 @@ def test_conv1d_becomes_one_linear() -> None:
     model, args, kwargs = build("hf_gpt2")
     graph = capture(model, args, kwargs).graph
     assert not any(op.target == "aten.addmm.default" for op in graph.operators)
-    linear = graph.operator["transformer.h.0.attn.c_attn/linear"]
+    linear = graph.operator["transformer.h.0.mlp.c_fc/linear"]
     assert graph.tensor[linear.inputs[0]].shape == (4, 8, 24)
 
 
