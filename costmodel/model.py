@@ -7,10 +7,11 @@ Seconds are those of one micro-batch on the largest shard unless stated otherwis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
+from costmodel.aliasing import copying_views
 from costmodel.cluster import Cluster
 from costmodel.collectives import CommunicationPrices
 from costmodel.compute import copy_seconds, operator_seconds, work_fraction
@@ -145,6 +146,8 @@ class CostModel:
     def _priced(
         self, op: Operator, local: Sequence[Shape], specs: Sequence[DeviceSpec]
     ) -> tuple[OperatorCost, StorageUse]:
+        if op.name in self.copies:
+            op = replace(op, family="data")
         names = op.inputs + op.outputs
         dtypes = [self.dtypes[name] for name in names]
         wants = self.wants(op)
@@ -157,12 +160,17 @@ class CostModel:
         return OperatorCost(max(f for f, _ in times), max(b for _, b in times), kept + use.extra), use
 
     @cached_property
+    def copies(self) -> frozenset[str]:
+        """Operators of the view family that copy."""
+        return copying_views(self.graph)
+
+    @cached_property
     def kept(self) -> frozenset[str]:
         """Tensors whose storage some operator saves, itself or through a view."""
         root: dict[str, str] = {}
         found: dict[str, None] = {}
         for op in self.graph.operators:
-            if op.family == "view" and op.inputs:
+            if op.family == "view" and op.inputs and op.name not in self.copies:
                 root.update(dict.fromkeys(op.outputs, root.get(op.inputs[0], op.inputs[0])))
             names = op.inputs + op.outputs
             found.update((root.get(names[i], names[i]), None) for i in self._saved(op))

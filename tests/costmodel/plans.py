@@ -100,3 +100,17 @@ def tensor_label(op: Operator) -> str | None:
     if op.module.endswith(".attn") or last in ("q", "k", "v"):
         return "h" if "h" in op.rule.choices else None
     return op.rule.outputs[0][-1].id if kind == "gelu" and op.rule.outputs[0][-1] else None
+
+
+def whole(graph: Graph, recipe: Recipe | None = None) -> Plan:
+    """Everything on one device, in one micro-batch."""
+    return Plan(
+        model=ModelInfo(name=graph.name, fingerprint=graph.fingerprint),
+        cluster=ClusterInfo(name="test", devices=1),
+        recipe=recipe or Recipe(),
+        transformation=Transformation(),
+        placement=Placement(
+            stages=(Stage(axes={"x": 1}, devices=(0,), operators=tuple(op.name for op in graph.operators)),)
+        ),
+        order=Order(lanes=(Lane(devices=(0,), tasks="0F0 0B0"),)),
+    )
