@@ -22,6 +22,7 @@ from autoplan.capture.structure import flatten
 from searchspace.errors import CaptureError
 from searchspace.plan import Mode, Precision
 from searchspace.rule import Rule
+from searchspace.units import align_units
 
 
 def capture(
@@ -87,7 +88,7 @@ def capture(
             'use mode="inference"'
         )
     updates = sources.updates(lowering)
-    graph = builder.finish(name or type(model).__name__, values, loss, updates, signature.batch)
+    graph = align_units(builder.finish(name or type(model).__name__, values, loss, updates, signature.batch))
     constants = {t.name: sources.constants[t.source] for t in graph.of_kind("constant")}
     return Captured(graph, model, mode, precision, signature, traced.outputs, constants)
 

@@ -85,6 +85,14 @@ def _parts(emit: Emit, x: Handle, widths: list[int], dim: int) -> Any:
     )
 
 
+def concatenate(emit: Emit, tensors: Any, dim: int = 0) -> Any:
+    """Without the empty operands that caches begin with."""
+    kept = [x for x in tensors if prod(x.shape)]
+    if len(kept) == len(tensors) or not kept or len({x.dtype for x in tensors}) > 1:
+        return NotImplemented
+    return kept[0] if len(kept) == 1 else emit("aten.cat.default", tuple(kept), dim)
+
+
 def arange(emit: Emit, end: Any, *, dtype: Symbol | None = None, **kwargs: Any) -> Any:
     return arange_step(emit, 0, end, 1, dtype=dtype)
 
@@ -136,6 +144,7 @@ REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("aten.chunk.default", "aten.unsafe_chunk.default"), chunk),
     "aten.tensor_split.sections": sections,
     "aten.unbind.int": unbind,
+    "aten.cat.default": concatenate,
     "aten.arange.default": arange,
     "aten.arange.start": arange_start,
     "aten.arange.start_step": arange_step,
