@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.search.folding import Folding
@@ -161,14 +161,26 @@ def stage_operators(graph: Graph, folding: Folding, cuts: Sequence[Sequence[str]
     return [tuple(names) for names in stages]
 
 
-def region_pattern(graph: Graph, names: Iterable[str]) -> str:
+class RegionNames:
     """How a plan writes the recompute region of consecutive operators: a module if it is one, else a range."""
-    members = list(names)
-    parts = graph.operator[members[0]].module.split(".")
-    inside = set(members)
-    for depth in range(1, len(parts) + 1):
-        path = ".".join(parts[:depth])
-        owned = {op.name for op in graph.operators if op.module == path or op.module.startswith(path + ".")}
-        if path and owned == inside:
-            return path
-    return members[0] if len(members) == 1 else f"{members[0]}..{members[-1]}"
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._owned: dict[str, int] = {}
+        for op in graph.operators:
+            for path in _prefixes(op.module):
+                self._owned[path] = self._owned.get(path, 0) + 1
+
+    def pattern(self, names: Sequence[str]) -> str:
+        """The module that holds exactly ``names``, or ``first..last``."""
+        modules = [self._graph.operator[name].module for name in names]
+        for path in _prefixes(modules[0]):
+            if self._owned[path] == len(names) and all(m == path or m.startswith(path + ".") for m in modules):
+                return path
+        return names[0] if len(names) == 1 else f"{names[0]}..{names[-1]}"
+
+
+def _prefixes(path: str) -> list[str]:
+    """``"a.b.c"`` as ``["a", "a.b", "a.b.c"]``."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]

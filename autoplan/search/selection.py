@@ -41,8 +41,8 @@ from searchspace.resolve import layout_problem
 Pair = tuple[Layout, Layout | None]
 """Forward layout and gradient layout (None: no gradient)."""
 
-PARAMETERS, ACTIVATIONS = 0, 1
-"""Resources: bytes that stay, and bytes per micro-batch in flight."""
+Readers = tuple[tuple[Group, int], ...]
+"""Who reads a parameter: groups of operators and the index of the input, ascending."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,22 @@ class Terms:
     price_saved: float = 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class KindFigures:
+    """Per block of each kind, arrays of shape (kinds,): seconds per micro-batch and per step, bytes.
+
+    ``saved`` is kept per micro-batch in flight, ``interior`` is what a block keeps without recomputation,
+    ``carried`` what it reads from other blocks.
+    """
+
+    seconds: Costs
+    step: Costs
+    resident: Costs
+    saved: Costs
+    interior: Costs
+    carried: Costs
+
+
 @dataclass(eq=False)
 class Selection:
     """The selection problem of ``graph`` on ``mesh``; build once, weigh for any stage.
@@ -214,6 +230,52 @@ class Selection:
         saved = node.carried if terms.recompute else node.saved
         return seconds + terms.price_resident * node.resident + terms.price_saved * saved
 
+    # -- figures ---------------------------------------------------------------------------------
+
+    def by_kind(self, assignment: Assignment, recompute: bool) -> KindFigures:
+        """What an assignment of the whole model costs per block of each kind (averages over equal blocks).
+
+        An adapter belongs to the block that reads; what lies outside of blocks is shared out.
+        """
+        kinds = [block.kind for block in self.folding.blocks]
+        counts = np.bincount(kinds)
+        columns = {
+            name: np.zeros(len(counts)) for name in ("seconds", "step", "resident", "saved", "interior", "carried")
+        }
+        outside = dict.fromkeys(columns, 0.0)
+
+        def add(name: str, kind: int, value: float) -> None:
+            if kind < 0:
+                outside[name] += value
+            else:
+                columns[name][kind] += value / counts[kind]
+
+        for node, s in zip(self.nodes, assignment, strict=True):
+            seconds = (1 + recompute) * node.forward[s] + node.backward[s]
+            saved = node.carried[s] if recompute else node.saved[s]
+            for blocks, count in node.members.items():
+                kind = kinds[blocks[0]] if blocks[0] >= 0 else -1
+                add("seconds", kind, count * seconds)
+                add("step", kind, count * node.step[s])
+                add("saved", kind, count * saved)
+                add("interior", kind, count * node.saved[s])
+                add("carried", kind, count * node.carried[s])
+                for block in blocks:
+                    add("resident", kinds[block] if block >= 0 else -1, count * node.resident[s])
+        for link in self.links:
+            at = assignment[link.source], assignment[link.target]
+            seconds = (1 + recompute) * link.forward[at] + link.backward[at]
+            kept = link.kept[at]
+            if seconds or kept:
+                for (_, reading), count in link.occurrences.items():
+                    kind = kinds[reading] if reading >= 0 else -1
+                    add("seconds", kind, count * seconds)
+                    add("saved", kind, 0.0 if recompute else count * kept)
+                    add("interior", kind, count * kept)
+        for name, value in outside.items():
+            columns[name] += value / max(len(kinds), 1)
+        return KindFigures(**columns)
+
     # -- decoding --------------------------------------------------------------------------------
 
     def labels(self, assignment: Assignment, blocks: Iterable[int] | None = None) -> dict[Group, dict[str, str]]:
@@ -232,7 +294,7 @@ class Selection:
 
     def parameters(
         self, assignment: Assignment, blocks: Iterable[int] | None = None
-    ) -> dict[tuple[tuple[Group, int], ...], ParameterLayouts]:
+    ) -> dict[Readers, ParameterLayouts]:
         """For each group of parameters (by its readers) the chosen layouts."""
         return {
             self.nodes[i].key[1]: self.nodes[i].strategies[s]  # type: ignore[misc]
@@ -276,7 +338,7 @@ class Selection:
         """One pass over all tensors: who produces, who reads, and where."""
         activations: dict[tuple[Group, int], dict[tuple[Group, int], Counter[tuple[int, int]]]] = {}
         examples: dict[tuple[Group, int], str] = {}
-        parameters: dict[tuple[tuple[Group, int], ...], list[str]] = {}
+        parameters: dict[Readers, list[str]] = {}
         groups, block_of = self.folding.groups, self._block_of
         for tensor in self.graph.tensors:
             readers = self.graph.consumers[tensor.name]
@@ -380,7 +442,7 @@ class Selection:
 
     # -- parameters ------------------------------------------------------------------------------
 
-    def _link_parameter(self, readers: tuple[tuple[Group, int], ...], names: Sequence[str]) -> None:
+    def _link_parameter(self, readers: Readers, names: Sequence[str]) -> None:
         tensor = self.graph.tensor[names[0]]
         pairs = {reader: self._read_pairs(reader, tensor) for reader in readers}
         wanted = dict.fromkeys(p for pp in pairs.values() for p in pp)
@@ -430,7 +492,7 @@ class Selection:
         forward, gradient = used
         stored = tuple(R if isinstance(p, Partial) else p for p in forward)
         found = []
-        for level in self.zero if gradient is not None else (0,):
+        for level in self.zero if gradient is not None else (level for level in self.zero if level in (0, 3)):
             if level == 0:
                 found.append(ParameterLayouts(used, stored, gradient, stored))
                 continue

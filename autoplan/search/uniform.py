@@ -16,21 +16,21 @@ from math import prod
 
 import numpy as np
 
-from autoplan.search.assembly import StageDraft, assemble, region_pattern, stage_operators
+from autoplan.search.assembly import RegionNames, StageDraft, assemble, stage_operators
 from autoplan.search.conversions import Conversions
 from autoplan.search.folding import Folding, fold
+from autoplan.search.lineage import batch_labels, data_identifiers
 from autoplan.search.selection import Figures, ParameterLayouts, Selection, Terms, with_gradient
 from autoplan.search.solver import SolverOptions, solve
 from autoplan.search.strategies import CHEAP, Strategy, local_shapes
 from searchspace.conversion import ElementCount
 from searchspace.errors import IllegalPlanError
 from searchspace.graph import Graph, Operator, Tensor
-from searchspace.layout import Layout, P, Partial, Placement, R, Split, delivered_gradient
+from searchspace.layout import Layout, P, R, Split, delivered_gradient
 from searchspace.mesh import Mesh
 from searchspace.microbatch import TimeAxis, time_axis
 from searchspace.plan import ClusterInfo, Plan, Recipe
 from searchspace.resolve import layout_problem
-from searchspace.rule import Choice
 
 PARAMETER_PRICE = 1e6
 """Price of holding one element of a parameter, in elements moved: tensor parallelism splits what it can."""
@@ -102,42 +102,6 @@ def named_plan(
     return assemble(graph, cluster, recipe, drafts, micro_batches, schedule)
 
 
-# -- data parallelism --------------------------------------------------------------------------------
-
-
-def batch_labels(graph: Graph) -> dict[str, str]:
-    """For each operator the choice that splits it along the batch ("" where it cannot be).
-
-    Sums over the batch are passed on as partial sums through linear operators.
-    """
-    placed: dict[str, Placement] = {
-        t.name: Split(t.batch_dim) if t.kind == "input" and t.batch_dim is not None else R for t in graph.tensors
-    }
-    found = {}
-    for op in graph.operators:
-        choice = _batch_choice(op, [placed[name] for name in op.inputs])
-        found[op.name] = choice.label
-        for name, placement in zip(op.outputs, choice.outputs, strict=True):
-            placed[name] = Split(placement.dim) if isinstance(placement, Split) else placement
-    return found
-
-
-def _batch_choice(op: Operator, have: Sequence[Placement]) -> Choice:
-    cut = {i: p.dim for i, p in enumerate(have) if isinstance(p, Split)}
-    partial = [i for i, p in enumerate(have) if isinstance(p, Partial)]
-    for choice in op.rule.choices.values() if cut else ():
-        wanted = [choice.inputs[i] for i in cut]
-        if all(isinstance(w, Split) and w.dim == dim for w, dim in zip(wanted, cut.values(), strict=True)):
-            return choice
-    passing = [c for c in op.rule.choices.values() if c.label.startswith("+")] if partial and not cut else []
-    for choice in passing:
-        if any(choice.inputs[i] == have[i] for i in partial) and all(
-            choice.inputs[i] != P or have[i] == P for i in range(len(have))
-        ):
-            return choice
-    return op.rule.choices[""]
-
-
 # -- tensor parallelism ------------------------------------------------------------------------------
 
 
@@ -162,23 +126,6 @@ def tensor_labels(graph: Graph, folding: Folding, parts: int, sequence: bool = F
     problem = selection.problem(Terms(micro_batches=1 << 40, price_resident=PARAMETER_PRICE))  # steps do not count
     chosen = selection.labels(solve(problem, SolverOptions(gap=1e-6)).assignment)
     return {op.name: chosen[folding.groups[op.name]].get("tp", "") for op in graph.operators}
-
-
-def data_identifiers(graph: Graph) -> dict[str, frozenset[str]]:
-    """For each operator the identifiers that run along dimensions of the model's inputs (batch, sequence...)."""
-    marked: dict[str, frozenset[int]] = {t.name: frozenset(range(len(t.shape))) for t in graph.of_kind("input")}
-    found = {}
-    for op in graph.operators:
-        along = frozenset(
-            use.id
-            for name, uses in zip(op.inputs, op.rule.inputs, strict=True)
-            for dim, use in enumerate(uses)
-            if use is not None and dim in marked.get(name, ())
-        )
-        found[op.name] = along
-        for name, uses in zip(op.outputs, op.rule.outputs, strict=True):
-            marked[name] = frozenset(dim for dim, use in enumerate(uses) if use is not None and use.id in along)
-    return found
 
 
 def _identifiers(op: Operator, label: str) -> frozenset[str]:
@@ -316,11 +263,11 @@ def _by_size(tensor: Tensor, stored: Layout) -> list[int]:
 
 def _recomputed(graph: Graph, folding: Folding, names: Sequence[str]) -> tuple[str, ...]:
     """One region for each repeated layer among ``names``; for a model without layers, one for each block."""
-    inside = set(names)
+    inside, regions = set(names), RegionNames(graph)
     repeated = [b for b in folding.blocks if folding.counts[b.kind] > 1]
     found = []
     for block in repeated or folding.blocks:
         members = [name for name in block.operators if name in inside]
         if any(graph.tensor[out].requires_grad for name in members for out in graph.operator[name].outputs):
-            found.append(region_pattern(graph, members))
+            found.append(regions.pattern(members))
     return tuple(found)

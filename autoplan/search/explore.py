@@ -1,0 +1,226 @@
+"""One candidate explored: its options at several prices of memory, the best pipeline, and the plan of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoplan.search.assembly import RegionNames, StageDraft, assemble, stage_operators
+from autoplan.search.candidates import Candidate
+from autoplan.search.conversions import Conversions
+from autoplan.search.folding import Folding
+from autoplan.search.lineage import batch_labels
+from autoplan.search.pricing import ModelPricing
+from autoplan.search.problem import Assignment, Costs
+from autoplan.search.selection import KindFigures, ParameterLayouts, Readers, Selection, Terms
+from autoplan.search.solver import SolverOptions, solve
+from autoplan.search.stages import Pipeline, StageProblem
+from autoplan.search.strategies import Allow
+from costmodel.memory import FRAGMENTATION
+from costmodel.model import CostModel
+from searchspace.graph import DTYPE_BYTES, Graph
+from searchspace.plan import ClusterInfo, Plan, Recipe
+
+PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+"""Prices of memory, as shares of the step's seconds over the bytes that the fastest option needs."""
+
+TIE = 1e-6
+"""The price that decides between options that are equally fast."""
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """A selection of the whole model, with or without recomputation."""
+
+    assignment: Assignment
+    recompute: bool
+    figures: KindFigures
+
+
+@dataclass(eq=False)
+class Exploration:
+    """A candidate's options: ``fastest`` at once, the others when memory is short.
+
+    ``fixed`` are bytes that every device holds whatever the plan, ``limit`` the bytes it has.
+    """
+
+    candidate: Candidate
+    graph: Graph
+    folding: Folding
+    model: CostModel
+    gradients: frozenset[str]
+    allow: Allow
+    zero: tuple[int, ...]
+    recompute: bool
+    limit: float
+    fixed: float
+
+    def __post_init__(self) -> None:
+        mesh = self.candidate.mesh()
+        self.selection = Selection(
+            self.graph, self.folding, mesh, self.model.time, ModelPricing(self.model),
+            Conversions(mesh, self.model.prices), self.gradients, self.allow, self.zero,
+            shard_axes=mesh.axis_names,
+            optimizer_bytes={t.name: DTYPE_BYTES[self.model.master_dtype(t.name)] for t in self.graph.parameters},
+        )  # fmt: skip
+        self.kinds = [block.kind for block in self.folding.blocks]
+        self.options: list[Option] = []
+        self._known: set[tuple[Assignment, bool]] = set()
+        self._complete = False
+        self._unit = 0.0
+        free = self._option(Terms(self.candidate.micro_batches))
+        self._unit = self._price_unit(free)
+        self._priced(TIE, 1, False)
+        self.transfer = self._transfers(free)
+
+    def bound(self) -> float:
+        """The estimate of a step if memory did not matter."""
+        return self._stages(np.inf).bound(self.candidate.stages)
+
+    def in_flight(self) -> list[int]:
+        """Micro-batches between forward and backward by stage, under 1F1B."""
+        stages, count = self.candidate.stages, self.candidate.micro_batches
+        if not self.model.training:
+            return [1] * stages
+        return [min(stages - s, count) for s in range(stages)]
+
+    def pipeline(self, reserve: float = 0.0) -> Pipeline | None:
+        """The best cut into stages that leaves ``reserve`` bytes free; None when nothing fits."""
+        stages, in_flight = self.candidate.stages, self.in_flight()
+        roomy = self._stages(self.limit - reserve).solve(stages, in_flight)
+        if roomy is not None and not self._complete:
+            return roomy
+        self._all_options(in_flight)
+        return self._stages(self.limit - reserve).solve(stages, in_flight)
+
+    def least_bytes(self) -> float:
+        """Bytes per device that the smallest plan of this candidate needs, as estimated."""
+        self._all_options(self.in_flight())
+        return self._stages(self.limit).least_bytes(self.candidate.stages, self.in_flight())
+
+    # -- options ---------------------------------------------------------------------------------
+
+    def _option(self, terms: Terms) -> Option:
+        solution = solve(self.selection.problem(terms), SolverOptions(gap=1e-4, work_limit=2.0))
+        figures = self.selection.by_kind(solution.assignment, terms.recompute)
+        option = Option(solution.assignment, terms.recompute, figures)
+        if (option.assignment, option.recompute) not in self._known:
+            self._known.add((option.assignment, option.recompute))
+            self.options.append(option)
+        return option
+
+    def _price_unit(self, free: Option) -> float:
+        kinds, figures = self.kinds, free.figures
+        deepest = self.in_flight()[0]
+        seconds = figures.seconds[kinds].sum() + figures.step[kinds].sum() / self.candidate.micro_batches
+        held = figures.resident[kinds].sum() + deepest * figures.saved[kinds].sum()
+        return float(seconds / max(held, 1.0))
+
+    def _priced(self, price: float, in_flight: int, recompute: bool) -> None:
+        price *= self._unit
+        self._option(
+            Terms(self.candidate.micro_batches, recompute, price_resident=price, price_saved=price * in_flight)
+        )
+
+    def _all_options(self, in_flight: Sequence[int]) -> None:
+        if self._complete:
+            return
+        self._complete = True
+        for recompute in (False, True) if self.recompute else (False,):
+            for k in dict.fromkeys((in_flight[0], in_flight[-1])):
+                for price in PRICES:
+                    self._priced(max(price, TIE), k, recompute)
+
+    # -- stages ----------------------------------------------------------------------------------
+
+    def _stages(self, limit: float) -> StageProblem:
+        return StageProblem(
+            self.kinds, [o.figures for o in self.options], [o.recompute for o in self.options],
+            self.candidate.micro_batches, self.transfer, limit, self.fixed, FRAGMENTATION,
+        )  # fmt: skip
+
+    def _transfers(self, option: Option) -> Costs:
+        """Seconds to hand one micro-batch to the next stage in front of each block."""
+        count = len(self.kinds)
+        if self.candidate.stages == 1:
+            return np.zeros(count)
+        size = self.candidate.mesh().size
+        seconds = {
+            kind: self.model.prices.transfer([(d, d + size, max(1, round(carried))) for d in range(size)])
+            for kind, carried in enumerate(option.figures.carried)
+        }
+        return np.array([seconds[kind] for kind in self.kinds])
+
+    # -- plans -----------------------------------------------------------------------------------
+
+    def plan(self, pipeline: Pipeline, cluster: ClusterInfo, recipe: Recipe, schedule: str = "1f1b") -> Plan:
+        """The pipeline written down as a plan."""
+        blocks, groups = self.folding.blocks, self.folding.groups
+        labels = [self.selection.labels(o.assignment) for o in self.options]
+        layouts = [self.selection.parameters(o.assignment) for o in self.options]
+        regions = RegionNames(self.graph)
+        shared = labels[pipeline.stages[0].options[0]]
+        rename = self._axis_names(pipeline)
+        cuts = [[name for block in blocks[s.first : s.last] for name in block.operators] for s in pipeline.stages]
+        drafts = []
+        for index, (stage, names) in enumerate(
+            zip(pipeline.stages, stage_operators(self.graph, self.folding, cuts), strict=True)
+        ):
+            chosen = {name: shared[groups[name]] for name in names if groups[name][0] < 0}
+            recompute: list[str] = []
+            option_of: dict[str, int] = {}
+            for block, option in zip(blocks[stage.first : stage.last], stage.options, strict=True):
+                chosen.update((name, labels[option][groups[name]]) for name in block.operators)
+                option_of.update((name, option) for name in block.operators)
+                if self.options[option].recompute and self._trained(block.operators):
+                    recompute.append(regions.pattern(block.operators))
+            mesh = self.candidate.mesh(index)
+            drafts.append(
+                StageDraft(
+                    {rename[name]: size for name, size in mesh.axes},
+                    mesh.devices,
+                    names,
+                    {name: {rename[a]: label for a, label in entry.items()} for name, entry in chosen.items()},
+                    self._parameters(option_of, layouts),
+                    tuple(recompute),
+                )
+            )
+        return assemble(self.graph, cluster, recipe, drafts, self.candidate.micro_batches, schedule)
+
+    def _trained(self, names: Sequence[str]) -> bool:
+        return any(out in self.gradients for name in names for out in self.graph.operator[name].outputs)
+
+    def _parameters(
+        self, option_of: Mapping[str, int], layouts: Sequence[Mapping[Readers, ParameterLayouts]]
+    ) -> dict[str, ParameterLayouts]:
+        groups = self.folding.groups
+        found = {}
+        for tensor in self.graph.parameters:
+            readers = self.graph.consumers[tensor.name]
+            here = [op.name for op, _ in readers if op.name in option_of]
+            if here:
+                key = tuple(sorted({(groups[op.name], i) for op, i in readers}))
+                found[tensor.name] = layouts[option_of[here[0]]][key]
+        return found
+
+    def _axis_names(self, pipeline: Pipeline) -> dict[str, str]:
+        """A single axis is called by what it does: ``dp`` if most work is split along the batch, else ``tp``."""
+        names = {name: name for name in self.candidate.mesh().axis_names}
+        if len(names) != 1:
+            return names
+        (only,) = names
+        along_batch = batch_labels(self.graph)
+        by_batch = by_other = 0.0
+        for stage in pipeline.stages:
+            for block, option in zip(self.folding.blocks[stage.first : stage.last], stage.options, strict=True):
+                labels = self.selection.labels(self.options[option].assignment)
+                for name in block.operators:
+                    label = labels[self.folding.groups[name]].get(only, "")
+                    op = self.graph.operator[name]
+                    if label and label == along_batch[name]:
+                        by_batch += op.flops
+                    elif label:
+                        by_other += op.flops
+        return {only: "dp" if by_batch >= by_other else "tp"}
