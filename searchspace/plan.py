@@ -60,13 +60,15 @@ class Transformation(_Part):
     an identifier, or ``+i,j`` for passing partial sums through.  What is left out is replicated.
     ``parameters``: by the parameter's qualified name in the model.
     ``recompute``: regions whose activations are recomputed in backward, each a module path, an
-    operator, or a range ``first..last`` of operators.
+    operator, or a range ``first..last`` of operators.  ``separate``: regions, written alike, that
+    become segments of their own: what is gathered for one (ZeRO-3) is dropped before the next.
     """
 
     micro_batches: int = Field(default=1, ge=1)
     operators: dict[str, dict[str, str]] = Field(default_factory=dict)
     parameters: dict[str, ParameterPlan] = Field(default_factory=dict)
     recompute: tuple[str, ...] = ()
+    separate: tuple[str, ...] = ()
 
 
 class Stage(_Part):
@@ -197,6 +199,12 @@ class Plan(_Part):
         if {"transformation", "placement", "order"} & parts.keys():
             parts = {"prediction": None, "search": None, **parts}
         return Plan(**{name: parts.get(name, getattr(self, name)) for name in Plan.model_fields})
+
+    def summary(self) -> str:
+        """What a person wants to know first, as text: stages, splits, time, memory, bound, runners-up."""
+        from searchspace.summary import summary
+
+        return summary(self)
 
     def to_json(self) -> str:
         """The JSON text: two-space indent, fields in declared order, final newline."""

@@ -451,7 +451,8 @@ class _Resolver:
         graph = self.graph
         names = _in_graph_order(graph, self.plan.placement.stages[stage].operators)
         kinds = {name: self._kind(name) for name in names}
-        regions = _recompute_regions(graph, names, self.plan.transformation.recompute)
+        recompute = self.plan.transformation.recompute
+        regions = _regions(graph, names, (*recompute, *self.plan.transformation.separate))
         levels = self._levels(stage, names, kinds, regions)
         order: dict[Kind, int] = {"once": 0, "main": 1}
         groups: dict[tuple[int, int, int], list[str]] = {}
@@ -484,7 +485,7 @@ class _Resolver:
                     tuple(members),
                     tuple(inputs),
                     tuple(outputs),
-                    None if key[2] < 0 else key[2],
+                    key[2] if 0 <= key[2] < len(recompute) else None,
                 )
             )
         return tuple(segments)
@@ -624,22 +625,22 @@ def _gradient_default(uses: Sequence[Version], mesh: Mesh) -> Layout:
     return tuple(placements)
 
 
-def _recompute_regions(graph: Graph, names: Sequence[str], patterns: Sequence[str]) -> dict[str, int]:
-    """The recompute region of each operator that is in one (a stage's share of a region is a region)."""
+def _regions(graph: Graph, names: Sequence[str], patterns: Sequence[str]) -> dict[str, int]:
+    """The region of each operator that is in one (a stage's share of a region is a region)."""
     found: dict[str, int] = {}
     position = {op.name: i for i, op in enumerate(graph.operators)}
     for index, pattern in enumerate(patterns):
         first, dots, last = pattern.partition("..")
         for end in (first, last):
             if dots and end not in position:
-                raise IllegalPlanError(f"recompute region {pattern!r} names an operator {end!r} that the model lacks")
+                raise IllegalPlanError(f"region {pattern!r} names an operator {end!r} that the model lacks")
         hit = False
         for name in position if not dots else ():
             path = graph.operator[name].module
             if name == pattern or path == pattern or path.startswith(pattern + "."):
                 hit = True
         if not dots and not hit:
-            raise IllegalPlanError(f"recompute region {pattern!r} matches no operator or module")
+            raise IllegalPlanError(f"region {pattern!r} matches no operator or module")
         for name in names:
             path = graph.operator[name].module
             if (

@@ -30,11 +30,13 @@ class ParameterStates:
         """From what the sites hold to the gradient of the optimizer's shard."""
         home = self.resolution.parameters[tensor]
         final = (self.slots.optimizer(home, gradient=True), ONCE)
-        for stage, site in home.sites.items():
-            if site.gradient is not None:
-                held = (self.held(home, stage), ONCE)
-                if held != final:
-                    self.move.add_converted(ONCE, held, final)
+        contributing = [stage for stage, site in home.sites.items() if site.gradient is not None]
+        for stage in contributing:
+            held = (self.held(home, stage), ONCE)
+            if len(contributing) == 1 and held != final:
+                self.move.convert(ONCE, held, final)
+            elif held != final:
+                self.move.add_converted(ONCE, held, final)
 
     def shared(self, home: ParameterHome, stage: int) -> bool:
         """Whether a site's stored buffer is the optimizer's own."""

@@ -144,3 +144,14 @@ def test_too_many_micro_batches_are_refused_with_the_numbers() -> None:
     graph = gpt(layers=1, batch=4)
     with pytest.raises(IllegalPlanError, match="a batch of 4 is smaller than 5 micro-batches"):
         resolve(graph, megatron(graph, micro_batches=5))
+
+
+def test_separate_regions_are_segments_of_their_own() -> None:
+    graph = gpt(layers=2)
+    plan = megatron(graph, dp=2, parameters=ZERO3)
+    apart = plan.replace(transformation=plan.transformation.model_copy(update={"separate": ("h.0", "h.1")}))
+    (segments,) = resolve(graph, apart).segments
+    for segment in segments:
+        assert len({graph.operator[name].module.startswith("h.0") for name in segment.operators}) == 1
+        assert segment.region is None
+    check_program(train_program(graph, apart, PRICES))
