@@ -11,10 +11,8 @@ from autoplan.cli import options
 from autoplan.model_reference import load_model
 from autoplan.report.console import show as show_tables
 from autoplan.report.progress import Progress
-from searchspace.plan import Plan
+from searchspace.plan import Mode, Plan, Precision
 from searchspace.summary import tables
-
-Text = Annotated[str | None, typer.Option()]
 
 
 def plan(
@@ -27,8 +25,8 @@ def plan(
         int | None, typer.Option("--global-batch", min=1, help="Samples in a step; default: those of the inputs.")
     ] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="Whose state counts in memory.")] = "adamw",
-    precision: Annotated[str, typer.Option("--precision", help="float32, bf16 or autocast.")] = "float32",
-    mode: Annotated[str, typer.Option("--mode", help="train or inference.")] = "train",
+    precision: Annotated[Precision, typer.Option("--precision", help="How it is computed.")] = "float32",
+    mode: Annotated[Mode, typer.Option("--mode", help="What is planned.")] = "train",
     memory_limit: Annotated[
         int | None,
         typer.Option(

@@ -142,7 +142,9 @@ def train(load: Callable[[], Example], plan: Plan | None, steps: int, learning_r
 
 
 def _optimizer(module: ModuleType, name: str) -> Any:
-    """The class of ``torch.optim`` that a plan's recipe names, in any case."""
+    """What a plan's recipe names: a class of ``torch.optim`` in any case, or ``momentum``."""
+    if name.lower() == "momentum":
+        return partial(vars(module)["SGD"], momentum=0.9)
     classes = {key.lower(): value for key, value in vars(module).items() if isinstance(value, type)}
     if name.lower() not in classes:
         raise ExecutionError(f"the plan's optimizer {name!r} is not in torch.optim: {', '.join(sorted(classes))}")

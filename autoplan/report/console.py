@@ -22,11 +22,11 @@ def console(stream: TextIO) -> Console:
 
 
 def show(*tables: Table) -> None:
-    """Print tables on standard output; those without rows are left out."""
+    """Print tables on standard output, as aligned text when that is a file; those without rows are left out."""
     out = console(sys.stdout)
     for table in tables:
         if table.rows:
-            out.print(_rich(table))
+            out.print(_rich(table)) if out.is_terminal else print(table.text(), end="\n\n")
 
 
 def _rich(table: Table) -> RichTable:

@@ -84,10 +84,14 @@ class Progress:
         share = self._share
         self._bars.update(
             self._bars.task_ids[0],
-            description=f"{self._title}: {self._text}" if self._text else self._title,
+            description=self._description,
             total=None if share is None else 1.0,
             completed=0.0 if share is None else share,
         )
+
+    @property
+    def _description(self) -> str:
+        return f"{self._title}: {self._text}" if self._text else self._title
 
     def _write(self) -> None:
         now = time.monotonic()
@@ -95,4 +99,4 @@ class Progress:
             return
         self._written = now
         share = "" if self._share is None else f" {100 * self._share:.0f} %"
-        self._console.print(f"{self._title}: {self._text}{share} ({now - self._start:.0f} s)", markup=False)
+        self._console.print(f"{self._description}{share} ({now - self._start:.0f} s)", markup=False)
