@@ -102,9 +102,9 @@ class Notation:
         outputs = [_names(term) for term in self.outputs if term is not None]
         for term in self._terms:
             for atom in _names(term):
-                if atom.id not in self.frozen and not all(atom.id in {n.id for n in names} for names in outputs):
-                    if found.get(atom.id) != "max":
-                        found[atom.id] = "max" if atom.mark == "+max" else "sum"
+                lacking = not all(atom.id in {n.id for n in names} for names in outputs)
+                if lacking and atom.id not in self.frozen and found.get(atom.id) != "max":
+                    found[atom.id] = "max" if atom.mark == "+max" else "sum"
         return found
 
     @property

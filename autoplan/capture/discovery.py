@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from autoplan.capture.call import Call, TensorMeta, Traits, overload
-from autoplan.operators import resolve
 from autoplan.capture.verification import Case, check
+from autoplan.operators import resolve
 from searchspace.errors import RuleError
 from searchspace.graph import InputRef
 from searchspace.layout import Shape
@@ -53,13 +53,17 @@ def _stand_in(call: Call) -> Call:
     outputs' shapes are not known before the call is run, and left out.
     """
     shapes = [t.shape for t in call.inputs]
-    if max((prod(shape) for shape in shapes), default=0) <= 512 and all(e == 1 or e >= _SMALLEST for s in shapes for e in s):
+    if max((prod(shape) for shape in shapes), default=0) <= 512 and all(
+        e == 1 or e >= _SMALLEST for s in shapes for e in s
+    ):
         small = {e: e for shape in shapes for e in shape}
     else:
         small = {}
         for extent in sorted({e for shape in shapes for e in shape if e > 1}):
             base = lcm(1, *(new for old, new in small.items() if extent % old == 0))
-            small[extent] = next(m for k in itertools.count(1) if (m := base * k) >= _SMALLEST and m not in small.values())
+            small[extent] = next(
+                m for k in itertools.count(1) if (m := base * k) >= _SMALLEST and m not in small.values()
+            )
     if any(prod(small.get(e, e) for e in shape) > _LARGEST for shape in shapes):
         small = {e: e for e in small}
 
@@ -100,9 +104,7 @@ def _discover(call: Call) -> Rule | None:
     return found
 
 
-def _extended(
-    case: Case, known: Rule, cut: Sequence[int | None], after: Sequence[Shape], extent: int
-) -> Rule | None:
+def _extended(case: Case, known: Rule, cut: Sequence[int | None], after: Sequence[Shape], extent: int) -> Rule | None:
     """``known`` with the identifier that ``cut`` makes, if some dimensions of the outputs follow it."""
     name = f"d{len(known.identifiers)}"
     options = [

@@ -56,7 +56,9 @@ class Case:
     outputs: tuple[Shape, ...] = ()
 
 
-def make_call(target: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Call, tuple[Tensor, ...]]:
+def make_call(
+    target: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> tuple[Call, tuple[Tensor, ...]]:
     """The call of ``target`` on tensors, and the tensors by index."""
     tensors: list[Tensor] = []
     plain = tuple(_refer(arg, tensors) for arg in args)
@@ -113,12 +115,14 @@ def check(case: Case, rule: Rule, parts: Sequence[int], tolerance: float) -> tup
     rule.check(shapes)
     verified = []
     for label, choice in rule.choices.items():
-        counts = [n for n in parts if label.startswith("+") or label and rule.units(label, shapes) >= n]
+        counts = [n for n in parts if label.startswith("+") or (label and rule.units(label, shapes) >= n)]
         for n in counts:
             try:
                 _check_choice(case, choice, n, reference, tolerance, generator)
             except RuleError as error:
-                raise RuleError(f"{case.name}: rule {rule.text!r} fails along {label!r} in {n} parts: {error}") from error
+                raise RuleError(
+                    f"{case.name}: rule {rule.text!r} fails along {label!r} in {n} parts: {error}"
+                ) from error
         if counts:
             verified.append(label)
     return tuple(verified)
@@ -183,7 +187,9 @@ def _compare(held: Sequence[Tensor], placement: Placement, expected: Tensor, wha
     if isinstance(placement, Partial):
         stacked = torch.stack([t.detach() for t in held]) if all(t.shape == expected.shape for t in held) else None
         if stacked is None:
-            raise RuleError(f"{what} has shapes {[list(t.shape) for t in held]} where {list(expected.shape)} is expected")
+            raise RuleError(
+                f"{what} has shapes {[list(t.shape) for t in held]} where {list(expected.shape)} is expected"
+            )
         _equal(stacked.sum(0) if placement.reduction == "sum" else stacked.amax(0), expected, what, tolerance)
         return
     for i, tensor in enumerate(held):

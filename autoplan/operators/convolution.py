@@ -12,7 +12,12 @@ from autoplan.operators.registry import local_operator
 
 @local_operator
 def grouped_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
 ) -> Tensor:
     """Convolution of [N, G*i, ...] with [G*o, i, ...] in ``G`` groups, where ``G`` is what the shard holds."""
     groups = x.shape[1] // weight.shape[1]

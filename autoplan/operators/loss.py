@@ -73,7 +73,7 @@ def exp_sum_and_pick(logits: Tensor, maximum: Tensor, target: Tensor, start: int
     A target that lies elsewhere picks zero: both results sum over ranges of classes.  The gradient with
     respect to the maximum is left out: it cancels in the loss.
     """
-    return _ExpSumAndPick.apply(logits, maximum, target, start, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _ExpSumAndPick.apply(logits, maximum, target, start, dim)
 
 
 class _ExpSum(torch.autograd.Function):
@@ -93,7 +93,7 @@ class _ExpSum(torch.autograd.Function):
 @local_operator
 def exp_sum(logits: Tensor, maximum: Tensor, dim: int) -> Tensor:
     """``sum_c exp(l_c - m)``: the first result of :func:`exp_sum_and_pick`."""
-    return _ExpSum.apply(logits, maximum, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _ExpSum.apply(logits, maximum, dim)
 
 
 @local_operator

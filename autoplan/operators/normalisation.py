@@ -58,7 +58,7 @@ def channel_variance(x: Tensor, mean: Tensor, sizes: Sequence[int]) -> Tensor:
 
     ``mean`` must be the mean over the whole batch: the gradient with respect to it, then zero, is left out.
     """
-    return _ChannelVariance.apply(x, mean, max(prod(sizes) - 1, 1))  # type: ignore[no-any-return, no-untyped-call]
+    return _ChannelVariance.apply(x, mean, max(prod(sizes) - 1, 1))
 
 
 class _Normalise(torch.autograd.Function):
@@ -66,7 +66,14 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mean: Tensor, unbiased: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, count: int
+        ctx: Any,
+        x: Tensor,
+        mean: Tensor,
+        unbiased: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        count: int,
     ) -> Tensor:
         ctx.factor = (count - 1) / count
         variance = unbiased * ctx.factor
@@ -105,7 +112,7 @@ def channel_normalise(
 
     ``variance`` is the unbiased one, over elements of whole extents ``sizes``.
     """
-    return _Normalise.apply(x, mean, variance, weight, bias, eps, prod(sizes))  # type: ignore[no-any-return, no-untyped-call]
+    return _Normalise.apply(x, mean, variance, weight, bias, eps, prod(sizes))
 
 
 @local_operator

@@ -110,7 +110,7 @@ def dropout(x: Tensor, p: float, operator: int, starts: Sequence[int]) -> Tensor
 
     Keeps a mask of one byte per element for backward.
     """
-    return _Dropout.apply(x, p, operator, starts)  # type: ignore[no-any-return, no-untyped-call]
+    return _Dropout.apply(x, p, operator, starts)
 
 
 def _uniform(operator: int, starts: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:

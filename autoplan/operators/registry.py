@@ -46,4 +46,4 @@ def resolve(target: str) -> Callable[..., Any]:
     if len(parts) != 3:
         raise AttributeError(f"expected a target namespace.operator.overload, got {target!r}")
     namespace, packet, overload = parts
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)  # type: ignore[no-any-return]
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)

@@ -45,7 +45,9 @@ def _decomposed(
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         key, value = (repeat_interleave(emit, x, query.shape[-3] // key.shape[-3], -3) for x in (key, value))
     factor = 1 / sqrt(query.shape[-1]) if scale is None else scale
-    scores = emit("aten.matmul.default", emit("aten.mul.Tensor", query, factor), emit("aten.transpose.int", key, -2, -1))
+    scores = emit(
+        "aten.matmul.default", emit("aten.mul.Tensor", query, factor), emit("aten.transpose.int", key, -2, -1)
+    )
     if is_causal:
         shape = (query.shape[-2], key.shape[-2])
         ones = emit("aten.full.default", shape, True, dtype=Symbol("torch.bool"), device=Symbol("device"))

@@ -71,7 +71,9 @@ def _scaled(emit: Emit, x: Handle, factor: float, offset: float) -> Any:
 
 
 def _integers(emit: Emit, low: int, high: int, size: Any, dtype: Symbol | None) -> Any:
-    drawn = emit("aten.floor.default", _scaled(emit, _draw(emit, "uniform", size, Symbol("torch.float64")), high - low, low))
+    drawn = emit(
+        "aten.floor.default", _scaled(emit, _draw(emit, "uniform", size, Symbol("torch.float64")), high - low, low)
+    )
     return emit("aten.to.dtype", drawn, dtype or Symbol("torch.int64"))
 
 

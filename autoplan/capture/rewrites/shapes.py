@@ -22,8 +22,12 @@ def repeat(emit: Emit, x: Handle, repeats: Any) -> Any:
     """``[a] -> [r, a] -> [r a]`` in each dimension."""
     counts = tuple(repeats)
     shape = (1,) * (len(counts) - len(x.shape)) + tuple(x.shape)
-    apart = tuple(e for count, extent in zip(counts, shape, strict=True) for e in ((1, extent) if count != 1 else (extent,)))
-    wide = tuple(e for count, extent in zip(counts, shape, strict=True) for e in ((count, extent) if count != 1 else (extent,)))
+    apart = tuple(
+        e for count, extent in zip(counts, shape, strict=True) for e in ((1, extent) if count != 1 else (extent,))
+    )
+    wide = tuple(
+        e for count, extent in zip(counts, shape, strict=True) for e in ((count, extent) if count != 1 else (extent,))
+    )
     return _spread(emit, x, apart, wide, tuple(c * e for c, e in zip(counts, shape, strict=True)))
 
 
@@ -80,9 +84,7 @@ def _parts(emit: Emit, x: Handle, widths: list[int], dim: int) -> Any:
             "autoplan.fused_linear.default", source, weight, bias, tuple(widths), (0,) * len(widths), tuple(widths)
         )
     ends = [sum(widths[: i + 1]) for i in range(len(widths))]
-    return tuple(
-        emit("aten.slice.Tensor", x, dim, end - width, end) for width, end in zip(widths, ends, strict=True)
-    )
+    return tuple(emit("aten.slice.Tensor", x, dim, end - width, end) for width, end in zip(widths, ends, strict=True))
 
 
 def concatenate(emit: Emit, tensors: Any, dim: int = 0) -> Any:
@@ -101,9 +103,7 @@ def arange_start(emit: Emit, start: Any, end: Any, *, dtype: Symbol | None = Non
     return arange_step(emit, start, end, 1, dtype=dtype)
 
 
-def arange_step(
-    emit: Emit, start: Any, end: Any, step: Any = 1, *, dtype: Symbol | None = None, **kwargs: Any
-) -> Any:
+def arange_step(emit: Emit, start: Any, end: Any, step: Any = 1, *, dtype: Symbol | None = None, **kwargs: Any) -> Any:
     """Numbers by position, so that a shard makes its own."""
     whole = all(isinstance(number, int) for number in (start, end, step))
     kind = dtype or Symbol("torch.int64" if whole else str(torch.get_default_dtype()))

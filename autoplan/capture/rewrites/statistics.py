@@ -53,7 +53,13 @@ def batch_norm(
 
 
 def group_norm(
-    emit: Emit, x: Handle, groups: int, weight: Handle | None = None, bias: Handle | None = None, eps: float = 1e-5, *rest: Any
+    emit: Emit,
+    x: Handle,
+    groups: int,
+    weight: Handle | None = None,
+    bias: Handle | None = None,
+    eps: float = 1e-5,
+    *rest: Any,
 ) -> Any:
     """By the size of a group, so that channels can be split between groups."""
     return emit("autoplan.group_norm.default", x, x.shape[1] // groups, weight, bias, eps)
@@ -78,9 +84,7 @@ def convolution(
         numbers = (value,) if isinstance(value, int) else tuple(value)
         return numbers * spatial if len(numbers) == 1 else numbers
 
-    return emit(
-        "autoplan.grouped_convolution.default", x, weight, bias, each(stride), each(padding), each(dilation)
-    )
+    return emit("autoplan.grouped_convolution.default", x, weight, bias, each(stride), each(padding), each(dilation))
 
 
 REWRITES: dict[str, Rewrite] = {

@@ -26,6 +26,11 @@ def letters(count: int, skip: str = "") -> list[str]:
     return [free[i] if i < len(free) else f"d{i}" for i in range(count)]
 
 
+def words(text: str) -> frozenset[str]:
+    """A set of operator names, written as a line of text."""
+    return frozenset(text.split())
+
+
 def packet(target: str) -> str:
     """``"aten.add.Tensor"`` -> ``"add"``."""
     return target.split(".")[1]
@@ -60,8 +65,7 @@ def broadcast(marks: Marks, shape: Shape, whole: Shape) -> list[Mark]:
     """The marks of a tensor that broadcasts to one of shape ``whole`` with ``marks``, aligned at the right."""
     skip = len(whole) - len(shape)
     return [
-        mark if extent == full else None
-        for mark, extent, full in zip(marks[skip:], shape, whole[skip:], strict=True)
+        mark if extent == full else None for mark, extent, full in zip(marks[skip:], shape, whole[skip:], strict=True)
     ]
 
 
@@ -117,9 +121,7 @@ def traits(
     for name, output in (sizes or {}).items():
         changed[name] = local_shape(rule.outputs[output], call.outputs[output].shape, output)
     for name, where in (starts or {}).items():
-        changed[name] = (
-            LocalOffset(where) if isinstance(where, TensorDim) else tuple(LocalOffset(dim) for dim in where)
-        )
+        changed[name] = LocalOffset(where) if isinstance(where, TensorDim) else tuple(LocalOffset(dim) for dim in where)
     args, kwargs = _with_arguments(call, changed)
     keeps = needs_gradient(call)
     return Traits(

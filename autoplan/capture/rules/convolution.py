@@ -6,9 +6,9 @@ import re
 from math import prod
 
 from autoplan.capture.call import Call, Traits
-from autoplan.capture.rules.building import Mark, elements, input_index, letters, packet, traits
+from autoplan.capture.rules.building import Mark, elements, input_index, letters, packet, traits, words
 
-CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d".split())
+CONVOLUTIONS = words("conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d")
 WINDOWS = re.compile(
     r"(max_pool|avg_pool|adaptive_max_pool|adaptive_avg_pool|max_pool_with_indices|_adaptive_avg_pool|lp_pool|"
     r"fractional_max_pool)([123])d(_with_indices)?$|upsample_|pixel_|channel_shuffle|im2col|col2im|grid_sampler|"
@@ -20,7 +20,7 @@ def convolution(call: Call) -> Traits | None:
     """``b i+ s^, o i+ s^, o & -> b o s^``; transposed: the weight is ``i+ o s^``."""
     x, weight, y = call.inputs[0], call.inputs[1], call.outputs[0]
     name = packet(call.target)
-    transposed = "transpose" in name or name == "convolution" and bool(call.argument("transposed"))
+    transposed = "transpose" in name or (name == "convolution" and bool(call.argument("transposed")))
     spatial = len(weight.shape) - 2
     whole: list[Mark] = [None] * spatial
     batch: list[Mark] = ["b"] * (len(x.shape) - spatial - 1)
@@ -28,7 +28,9 @@ def convolution(call: Call) -> Traits | None:
     flops = 2 * elements(x if transposed else y) * prod(weight.shape[1:])
     saves = [i for i in (0, 1) if call.inputs[1 - i].requires_grad]
     if call.argument("groups") != 1:
-        return traits(call, {0: [*batch, None, *whole]}, [[*batch, None, *whole]], family="convolution", flops=flops, saves=saves)
+        return traits(
+            call, {0: [*batch, None, *whole]}, [[*batch, None, *whole]], family="convolution", flops=flops, saves=saves
+        )
     inputs: dict[int, list[Mark]] = {
         0: [*batch, "i", *whole],
         1: ["i", "o", *whole] if transposed else ["o", "i", *whole],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from autoplan.capture.call import Call, Traits
-from autoplan.capture.rules.building import elements, letters, traits
+from autoplan.capture.rules.building import elements, letters, traits, words
 from searchspace.graph import LocalEnd, LocalOffset, TensorDim
 
-CREATIONS = frozenset("zeros ones full empty empty_strided".split())
-LIKE = frozenset("zeros_like ones_like full_like empty_like".split())
-WHOLE = frozenset("eye linspace logspace tril_indices triu_indices scalar_tensor hann_window hamming_window arange".split())
-DRAWN = frozenset("rand randn randint randperm rand_like randn_like randint_like multinomial bernoulli normal".split())
+CREATIONS = words("zeros ones full empty empty_strided")
+LIKE = words("zeros_like ones_like full_like empty_like")
+WHOLE = words("eye linspace logspace tril_indices triu_indices scalar_tensor hann_window hamming_window arange")
+DRAWN = words("rand randn randint randperm rand_like randn_like randint_like multinomial bernoulli normal")
 
 
 def creation(call: Call) -> Traits | None:
@@ -31,9 +31,7 @@ def whole(call: Call) -> Traits | None:
 def positions(call: Call) -> Traits | None:
     """autoplan.arange: ``-> a`` between the shard's ends."""
     at = TensorDim(0, 0, output=True)
-    return traits(
-        call, {}, [["a"]], family="creation", replace={"first": LocalOffset(at), "last": LocalEnd(at)}
-    )
+    return traits(call, {}, [["a"]], family="creation", replace={"first": LocalOffset(at), "last": LocalEnd(at)})
 
 
 def drawn(call: Call) -> Traits | None:

@@ -106,9 +106,7 @@ def index_select(call: Call) -> Traits | None:
 def embedding(call: Call) -> Traits | None:
     """``v^ e, a b -> a b e``."""
     marks: list[Mark] = [*letters(len(call.inputs[1].shape), skip="e")]
-    return traits(
-        call, {0: [None, "e"], 1: marks}, [[*marks, "e"]], family="embedding", linear=((0,),), saves=(1,)
-    )
+    return traits(call, {0: [None, "e"], 1: marks}, [[*marks, "e"]], family="embedding", linear=((0,),), saves=(1,))
 
 
 def advanced(call: Call) -> Traits | None:
@@ -210,10 +208,10 @@ def scatter(call: Call) -> Traits | None:
     own = list(marks)
     if adds and x.shape and call.inputs[2].shape[dim] == index.shape[dim]:
         own[dim] = names[-1]
-    inputs = {0: marks, **{i: own for i in range(1, len(call.inputs))}}
+    inputs = {0: marks, **dict.fromkeys(range(1, len(call.inputs)), own)}
     return traits(
         call, inputs, [marks], family="data", reductions={names[-1]: "sum"} if adds else {}, added=(0,) if adds else (),
-        linear=((0, 2),) if adds or packet(call.target) == "scatter" and len(call.inputs) == 3 else (),
+        linear=((0, 2),) if adds or (packet(call.target) == "scatter" and len(call.inputs) == 3) else (),
         saves=range(len(call.inputs)) if packet(call.target) == "scatter_reduce" else (1,),
     )  # fmt: skip
 
@@ -232,9 +230,22 @@ def index_add(call: Call) -> Traits | None:
         inputs[2] = [part if d == dim else table[d] for d in range(len(x.shape))] if source else []
     return traits(
         call, inputs, [table], family="data", reductions={names[-1]: "sum"} if adds else {}, added=(0,) if adds else (),
-        linear=((0, 2),) if len(call.inputs) > 2 and packet(call.target) != "index_reduce" and len(call.inputs[2].shape) else (),
+        linear=((0, 2),) if len(call.inputs) > 2 and call.inputs[2].shape else (),
         saves=(1,),
     )  # fmt: skip
+
+
+def written_view(call: Call) -> Traits | None:
+    """slice_scatter, select_scatter, diagonal_scatter: a tensor with a part of it replaced; untouched dims."""
+    x = call.inputs[0]
+    rank = len(x.shape)
+    name = packet(call.target)
+    pair = ("dim1", "dim2") if name == "diagonal_scatter" else ("dim",)
+    touched = {dims_of(call.argument(which), rank)[0] for which in pair}
+    marks: list[Mark] = [None if d in touched else mark for d, mark in enumerate(letters(rank))]
+    rest = [mark for d, mark in enumerate(marks) if d not in touched]
+    source = {"slice_scatter": marks, "select_scatter": rest, "diagonal_scatter": [*rest, None]}[name]
+    return traits(call, {0: marks, 1: source}, [marks], family="data", linear=((0, 1),))
 
 
 def one_hot(call: Call) -> Traits | None:
@@ -247,7 +258,7 @@ def unfold(call: Call) -> Traits | None:
     """Windows along ``dimension``, whose elements come last; other dims."""
     x = call.inputs[0]
     marks: list[Mark] = [*letters(len(x.shape))]
-    marks[int(call.argument("dimension")) % len(x.shape)] = None  # type: ignore[arg-type, call-overload]
+    marks[int(call.argument("dimension")) % len(x.shape)] = None  # type: ignore[arg-type]
     return traits(call, {0: marks}, [[*marks, None]], family="data", linear=((0,),))
 
 

@@ -11,9 +11,9 @@ def over_classes(call: Call) -> Traits | None:
     """class_maximum, exp_sum, exp_sum_and_pick, pick: ``a c+ b, a b, a b -> a b``."""
     logits = call.inputs[0]
     name = packet(call.target)
-    dim = int(call.argument("dim")) % len(logits.shape)  # type: ignore[arg-type, call-overload]
+    dim = int(call.argument("dim")) % len(logits.shape)  # type: ignore[arg-type]
     tokens: list[Mark] = [*letters(len(logits.shape) - 1, skip="c")]
-    inputs = {0: [*tokens[:dim], "c", *tokens[dim:]], **{i: tokens for i in range(1, len(call.inputs))}}
+    inputs = {0: [*tokens[:dim], "c", *tokens[dim:]], **dict.fromkeys(range(1, len(call.inputs)), tokens)}
     maximum = name == "class_maximum"
     picks = name in ("pick", "exp_sum_and_pick")
     return traits(

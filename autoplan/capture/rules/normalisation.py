@@ -5,6 +5,7 @@ from __future__ import annotations
 from autoplan.capture.call import Call, Traits
 from autoplan.capture.rules.building import (
     Mark,
+    Marks,
     elements,
     frozen,
     input_index,
@@ -43,9 +44,9 @@ def samplewise(call: Call) -> Traits | None:
 def groups(call: Call) -> Traits | None:
     """autoplan.group_norm: ``a (g 4) s^, (g 4), (g 4) -> a (g 4) s^``."""
     x = call.inputs[0]
-    group = ("g", int(call.argument("group")))  # type: ignore[arg-type, call-overload]
+    group = ("g", int(call.argument("group")))  # type: ignore[arg-type]
     marks: list[Mark] = ["a", group, *[None] * (len(x.shape) - 2)]
-    inputs = {0: marks, **{i: [group] for i in range(1, len(call.inputs))}}
+    inputs: dict[int, Marks] = {0: marks, **{i: [group] for i in range(1, len(call.inputs))}}
     return traits(
         call, inputs, [marks], family="normalisation", flops=8 * elements(x), saves=(0, 1),
         saves_bytes=x.shape[0] * (x.shape[1] // group[1]) * 8,
@@ -58,7 +59,7 @@ def instance_norm(call: Call) -> Traits | None:
     if not call.argument("use_input_stats") or input_index(call, "running_mean") is not None:
         return None
     marks: list[Mark] = ["a", "c", *[None] * (len(x.shape) - 2)]
-    inputs = {0: marks, **{i: ["c"] for i in range(1, len(call.inputs))}}
+    inputs: dict[int, Marks] = {0: marks, **{i: ["c"] for i in range(1, len(call.inputs))}}
     return traits(call, inputs, [marks], family="normalisation", flops=8 * elements(x), saves=(0, 1))
 
 
@@ -70,7 +71,7 @@ def batch_norm(call: Call) -> Traits | None:
     frees = name.endswith("no_training") or not call.argument("training")
     marks: list[Mark] = [mark if frees or d == 1 else None for d, mark in enumerate(names)]
     channel = names[1]
-    inputs = {0: marks, **{i: [channel] for i in range(1, len(call.inputs))}}
+    inputs: dict[int, Marks] = {0: marks, **{i: [channel] for i in range(1, len(call.inputs))}}
     outputs: list[list[Mark]] = [marks]
     for output in call.outputs[1:]:
         outputs.append([channel] if output.shape == (x.shape[1],) else frozen(output))
@@ -83,7 +84,7 @@ def channel_statistic(call: Call) -> Traits | None:
     names = letters(len(x.shape), skip="c")
     marks: list[Mark] = ["c" if d == 1 else mark for d, mark in enumerate(names)]
     others = [d for d in range(len(x.shape)) if d != 1]
-    inputs = {0: marks, **{i: ["c"] for i in range(1, len(call.inputs))}}
+    inputs: dict[int, Marks] = {0: marks, **{i: ["c"] for i in range(1, len(call.inputs))}}
     variance = packet(call.target) == "channel_variance"
     return traits(
         call, inputs, [["c"]], family="normalisation", reductions={names[d]: "sum" for d in others},
@@ -97,7 +98,7 @@ def channel_normalise(call: Call) -> Traits | None:
     x = call.inputs[0]
     names = letters(len(x.shape), skip="c")
     marks: list[Mark] = ["c" if d == 1 else mark for d, mark in enumerate(names)]
-    inputs = {0: marks, **{i: ["c"] for i in range(1, len(call.inputs))}}
+    inputs: dict[int, Marks] = {0: marks, **{i: ["c"] for i in range(1, len(call.inputs))}}
     others = tuple(GlobalSize(TensorDim(0, d)) for d in range(len(x.shape)) if d != 1)
     return traits(
         call, inputs, [marks], family="normalisation", replace={"sizes": others}, flops=4 * elements(x),
@@ -108,5 +109,3 @@ def channel_normalise(call: Call) -> Traits | None:
 def running(call: Call) -> Traits | None:
     """autoplan.running_average: ``c, c -> c``."""
     return traits(call, {0: ["c"], 1: ["c"]}, [["c"]], family="normalisation")
-
-

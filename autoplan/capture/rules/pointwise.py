@@ -8,6 +8,7 @@ import torch
 
 from autoplan.capture.call import Call, Traits, overload
 from autoplan.capture.rules.building import (
+    Mark,
     broadcast,
     dims_of,
     elements,
@@ -16,37 +17,36 @@ from autoplan.capture.rules.building import (
     letters,
     packet,
     traits,
+    words,
 )
 from searchspace.graph import DTYPE_BYTES, InputRef, TensorDim
 
-UNTAGGED = frozenset(
+UNTAGGED = words(
     "to _to_copy contiguous alias detach detach_ lift lift_fresh lift_fresh_copy polar complex conj _conj resolve_conj "
     "resolve_neg real imag hardswish log_sigmoid arctan2 floor_divide divide multiply subtract negative absolute rsub "
     "float_power fill copy isclose where masked_fill __and__ __or__ __xor__ __lshift__ __rshift__ and_ greater "
     "greater_equal less less_equal not_equal true_divide arcsin arccos arctan arcsinh arccosh arctanh fix "
     "special_expit special_erf special_log1p special_expm1 isreal result_type logical_not square "
-    "_autocast_to_reduced_precision _autocast_to_full_precision type_as bucketize isin special_xlogy ldexp".split()
+    "_autocast_to_reduced_precision _autocast_to_full_precision type_as bucketize isin special_xlogy ldexp"
 )
 """Pointwise by nature though torch does not tag them (aliases, copies, casts)."""
 
-ELEMENTWISE_LOSSES = frozenset(
+ELEMENTWISE_LOSSES = words(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div "
-    "poisson_nll_loss soft_margin_loss".split()
+    "poisson_nll_loss soft_margin_loss"
 )
 
-SAVES_OUTPUT = frozenset(
-    "sigmoid special_expit tanh tan exp exp2 expm1 special_expm1 relu sqrt rsqrt reciprocal".split()
-)
-SAVES_NOTHING = frozenset(
+SAVES_OUTPUT = words("sigmoid special_expit tanh tan exp exp2 expm1 special_expm1 relu sqrt rsqrt reciprocal")
+SAVES_NOTHING = words(
     "add sub rsub neg negative subtract clone to _to_copy contiguous alias detach real imag conj _conj positive "
     "lift_fresh_copy copy type_as floor ceil round trunc sign fill complex _autocast_to_reduced_precision "
-    "_autocast_to_full_precision lift_fresh".split()
+    "_autocast_to_full_precision lift_fresh"
 )
 
-_SUM_ALL = frozenset("add sub rsub subtract".split())
-_ALONE = frozenset(
+_SUM_ALL = words("add sub rsub subtract")
+_ALONE = words(
     "neg negative clone contiguous alias detach positive lift_fresh_copy lift_fresh real imag conj _conj resolve_conj "
-    "resolve_neg to _to_copy type_as _autocast_to_full_precision".split()
+    "resolve_neg to _to_copy type_as _autocast_to_full_precision"
 )
 
 
@@ -62,7 +62,7 @@ def pointwise(call: Call) -> Traits | None:
     marks = letters(len(whole))
     inputs = {}
     for index, tensor in enumerate(call.inputs):
-        if packet(call.target) in ("type_as", "bucketize", "isin") and index > 0 or len(tensor.shape) > len(whole):
+        if (packet(call.target) in ("type_as", "bucketize", "isin") and index > 0) or len(tensor.shape) > len(whole):
             inputs[index] = frozen(tensor)
         else:
             inputs[index] = broadcast(marks, tensor.shape, whole)
@@ -98,8 +98,8 @@ def channelwise(call: Call) -> Traits | None:
 def glu(call: Call) -> Traits | None:
     """Halves along ``dim`` are combined; all other dimensions."""
     x = call.inputs[0]
-    marks = letters(len(x.shape))
-    marks[dims_of(call.argument("dim"), len(x.shape))[0]] = None  # type: ignore[call-overload]
+    marks: list[Mark] = [*letters(len(x.shape))]
+    marks[dims_of(call.argument("dim"), len(x.shape))[0]] = None
     return traits(call, {0: marks}, [marks], family="pointwise", flops=elements(x), saves=(0,))
 
 
@@ -118,7 +118,7 @@ def linear_sets(call: Call) -> tuple[tuple[int, ...], ...]:
     """Sets of inputs in which the operator is jointly linear and homogeneous: never where a scalar is added."""
     name = packet(call.target)
     tensors = [i for i, t in enumerate(call.inputs) if _adds_up(call, i)]
-    if call.outputs[0].dtype == "bool" or len(tensors) != len(call.inputs) and name not in ("where", "masked_fill"):
+    if call.outputs[0].dtype == "bool" or (len(tensors) != len(call.inputs) and name not in ("where", "masked_fill")):
         return ()
     if name in _SUM_ALL:
         return ((0, 1),) if len(call.inputs) == 2 else ((0,),) if call.argument("other") == 0 else ()

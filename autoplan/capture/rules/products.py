@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from math import gcd, prod
 
 from autoplan.capture.call import Call, Traits
-from autoplan.capture.rules.building import Mark, elements, input_index, integers, letters, packet, traits
+from autoplan.capture.rules.building import Mark, elements, input_index, integers, letters, packet, traits, words
 from searchspace.graph import LocalEnd, LocalOffset, TensorDim
 
-PRODUCTS = frozenset("linear matmul linalg_matmul mm bmm mv dot vdot inner outer ger addmm addmv addbmm baddbmm addr".split())
+PRODUCTS = words("linear matmul linalg_matmul mm bmm mv dot vdot inner outer ger addmm addmv addbmm baddbmm addr")
 _FIXED = {
     "mm": "mk,kn->mn", "bmm": "bmk,bkn->bmn", "mv": "mk,k->m", "dot": "k,k->", "vdot": "k,k->",
     "outer": "m,n->mn", "ger": "m,n->mn", "addmm": "mk,kn->mn", "addmv": "mk,k->m", "addbmm": "bmk,bkn->mn",
@@ -133,9 +133,7 @@ def _addend(call: Call, name: str) -> int | None:
 def bilinear(call: Call) -> Traits | None:
     """``* i+, * j+, n i+ j+, n & -> * n``."""
     lead = letters(len(call.inputs[0].shape) - 1, skip="ij")
-    return contraction(
-        call, [[*lead, "i"], [*lead, "j"], ["n", "i", "j"]], [*lead, "n"], _addend(call, "bias")
-    )
+    return contraction(call, [[*lead, "i"], [*lead, "j"], ["n", "i", "j"]], [*lead, "n"], _addend(call, "bias"))
 
 
 def fused_linear(call: Call) -> Traits | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from autoplan.capture.call import Call, Traits
-from autoplan.capture.rules.building import Mark, elements, frozen, packet, traits
+from autoplan.capture.rules.building import Mark, elements, frozen, packet, traits, words
 from searchspace.graph import InputRef
 
-RECURRENT = frozenset("lstm.input gru.input rnn_tanh.input rnn_relu.input".split())
+RECURRENT = words("lstm.input gru.input rnn_tanh.input rnn_relu.input")
 
 
 def recurrent(call: Call) -> Traits | None:

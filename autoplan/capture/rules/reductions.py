@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from autoplan.capture.call import Call, Traits, schema_arguments
-from autoplan.capture.rules.building import dims_of, elements, letters, packet, traits
-from searchspace.graph import GlobalSize, TensorDim
+from autoplan.capture.rules.building import dims_of, elements, letters, packet, traits, words
+from searchspace.graph import Family, GlobalSize, TensorDim
 from searchspace.layout import Reduction
 
-REDUCTIONS = frozenset(
+REDUCTIONS = words(
     "sum mean amax amin max min prod any all argmax argmin var std var_mean std_mean norm linalg_vector_norm logsumexp "
-    "median nanmedian mode count_nonzero nansum nanmean aminmax kthvalue".split()
+    "median nanmedian mode count_nonzero nansum nanmean aminmax kthvalue"
 )
-_SUMS = frozenset("sum nansum count_nonzero".split())
-_SAVES_OUTPUT = frozenset("amax amin logsumexp norm linalg_vector_norm prod".split())
-_SAVES_INPUT = _SAVES_OUTPUT | frozenset("var std var_mean std_mean nansum".split())
+_SUMS = words("sum nansum count_nonzero")
+_SAVES_OUTPUT = words("amax amin logsumexp norm linalg_vector_norm prod")
+_SAVES_INPUT = _SAVES_OUTPUT | words("var std var_mean std_mean nansum")
 
 
 def reduction(call: Call) -> Traits | None:
@@ -27,7 +27,7 @@ def reduction(call: Call) -> Traits | None:
     how: Reduction | None = None
     if name in _SUMS:
         how = "sum"
-    elif (name == "amax" or name == "max" and len(call.outputs) == 1) and not x.requires_grad:
+    elif (name == "amax" or (name == "max" and len(call.outputs) == 1)) and not x.requires_grad:
         how = "max"  # the parts' gradients do not combine: each part has a maximum of its own
     marks = letters(len(x.shape))
     inputs = [mark if how or d not in reduced else None for d, mark in enumerate(marks)]
@@ -63,16 +63,17 @@ def along(call: Call) -> Traits | None:
         touched = tuple(range(len(x.shape)))
     marks = [None if d in touched else mark for d, mark in enumerate(letters(len(x.shape)))]
     name = packet(call.target)
-    family = "normalisation" if "softmax" in name else "data" if name in ("flip", "roll") else "reduction"
+    softmax = "softmax" in name
+    family: Family = "normalisation" if softmax else "data" if name in ("flip", "roll") else "reduction"
     return traits(
-        call, dict.fromkeys(range(len(call.inputs)), marks), [marks] * len(call.outputs), family=family,  # type: ignore[arg-type]
-        linear=((0,),) if name in ("cumsum", "flip", "roll") else (), flops=elements(x) * (5 if "softmax" in name else 1),
-        saves_outputs=(0,) if "softmax" in name else (1,) if len(call.outputs) == 2 else (),
+        call, dict.fromkeys(range(len(call.inputs)), marks), [marks] * len(call.outputs), family=family,
+        linear=((0,),) if name in ("cumsum", "flip", "roll") else (), flops=elements(x) * (5 if softmax else 1),
+        saves_outputs=(0,) if softmax else (1,) if len(call.outputs) == 2 else (),
         saves=(0,) if name in ("cumprod", "logcumsumexp") else (),
     )  # fmt: skip
 
 
-ALONG = frozenset(
+ALONG = words(
     "softmax log_softmax _softmax _log_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort argsort topk "
-    "flip roll msort".split()
+    "flip roll msort"
 )

@@ -14,17 +14,18 @@ from autoplan.capture.rules.building import (
     letters,
     packet,
     traits,
+    words,
 )
 from searchspace.graph import Argument, LocalSize, TensorDim
 from searchspace.layout import Shape
 
-REGROUPS = frozenset(
+REGROUPS = words(
     "view reshape _unsafe_view flatten unflatten ravel squeeze unsqueeze view_as reshape_as _reshape_alias "
-    "atleast_1d atleast_2d atleast_3d".split()
+    "atleast_1d atleast_2d atleast_3d"
 )
-PERMUTES = frozenset("permute transpose t numpy_T mT mH adjoint movedim moveaxis swapaxes swapdims".split())
+PERMUTES = words("permute transpose t numpy_T mT mH adjoint movedim moveaxis swapaxes swapdims")
 _SIZES = {"view": "size", "_unsafe_view": "size", "reshape": "shape", "_reshape_alias": "size"}
-EXPANDS = frozenset("expand expand_as broadcast_to".split())
+EXPANDS = words("expand expand_as broadcast_to")
 
 
 def groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]]:
@@ -126,7 +127,7 @@ def _permutation(call: Call, rank: int) -> list[int]:
     first, second = ("axis0", "axis1") if name == "swapaxes" else ("dim0", "dim1")
     if rank == 0:
         return order
-    a, b = (int(call.argument(k)) % rank for k in (first, second))  # type: ignore[arg-type, call-overload]
+    a, b = (int(call.argument(k)) % rank for k in (first, second))  # type: ignore[arg-type]
     order[a], order[b] = order[b], order[a]
     return order
 
@@ -153,7 +154,7 @@ def complex_parts(call: Call) -> Traits | None:
 def diagonal(call: Call) -> Traits | None:
     """The two dims are used up, the diagonal comes last."""
     x = call.inputs[0]
-    pair = [int(call.argument(k)) % len(x.shape) for k in ("dim1", "dim2")]  # type: ignore[arg-type, call-overload]
+    pair = [int(call.argument(k)) % len(x.shape) for k in ("dim1", "dim2")]  # type: ignore[arg-type]
     marks: Marks = [None if d in pair else mark for d, mark in enumerate(letters(len(x.shape)))]
     kept: Sequence[Mark] = [mark for d, mark in enumerate(marks) if d not in pair]
     return traits(call, {0: marks}, [[*kept, None]], family="view", linear=((0,),))
@@ -167,3 +168,8 @@ def meshgrid(call: Call) -> Traits | None:
         marks = [marks[1], marks[0], *marks[2:]]
     inputs = {i: [own[i]] if tensor.shape else [] for i, tensor in enumerate(call.inputs)}
     return traits(call, inputs, [marks] * len(call.outputs), family="view")
+
+
+def whole(call: Call) -> Traits | None:
+    """as_strided: strides of the whole tensor mean nothing in a shard."""
+    return traits(call, {}, [[None] * len(call.outputs[0].shape)], family="view", linear=((0,),))
