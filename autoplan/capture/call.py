@@ -124,10 +124,15 @@ def overload(target: str) -> Callable[..., Any]:
     return found
 
 
+def schema(target: str) -> Any:
+    """The operator's schema (a torch.FunctionSchema)."""
+    return overload(target)._schema  # type: ignore[attr-defined]
+
+
 @cache
 def schema_arguments(target: str) -> tuple[tuple[str, Any], ...]:
     """(name, default) of each argument of the operator's schema, positional ones first; dtypes as Symbol."""
-    arguments = overload(target)._schema.arguments  # type: ignore[attr-defined]
+    arguments = schema(target).arguments
     return tuple((a.name, symbolic(a.default_value) if a.has_default_value() else None) for a in arguments)
 
 

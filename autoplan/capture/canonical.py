@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autoplan.capture.builder import Value, torch_dtype
-from autoplan.capture.call import Emit, overload
+from autoplan.capture.call import Emit, schema
 from searchspace.errors import CaptureError
 from searchspace.graph import Symbol
 
@@ -273,7 +273,7 @@ DROPPED = frozenset({
 
 def writes(target: str) -> tuple[str, ...]:
     """Names of the arguments that the operator's schema says it writes to."""
-    arguments = overload(target)._schema.arguments
+    arguments = schema(target).arguments
     return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
@@ -281,14 +281,11 @@ def out_of_place(target: str) -> str:
     """The operator that computes what the in-place ``target`` writes to its first argument; or CaptureError."""
     namespace, packet, name = target.split(".")
     plain = packet.replace("__i", "__") if packet.startswith("__i") else packet.removesuffix("_")
-    plain = {"normal": "normal_functional"}.get(plain, plain)
+    plain = {"normal": "normal_functional", "set": packet}.get(plain, plain)  # set_ exchanges memory
     types = _types(target)
     operators = getattr(torch.ops, namespace)
-    if (
-        plain != packet
-        and writes(target) == (overload(target)._schema.arguments[0].name,)
-        and hasattr(operators, plain)
-    ):
+    first = types[0] == "Tensor" and writes(target) == (schema(target).arguments[0].name,)
+    if first and plain != packet and hasattr(operators, plain):
         overloads = getattr(operators, plain).overloads()
         for candidate in sorted(overloads, key=lambda other: other != name):  # the same name first
             found = f"{namespace}.{plain}.{candidate}"
@@ -298,4 +295,4 @@ def out_of_place(target: str) -> str:
 
 
 def _types(target: str) -> list[str]:
-    return [str(argument.type) for argument in overload(target)._schema.arguments]
+    return [str(argument.type) for argument in schema(target).arguments]

@@ -10,18 +10,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.builder import GraphBuilder
-from autoplan.capture.call import Call, Rewrite, Traits
 from autoplan.capture.captured import Captured
 from autoplan.capture.export import trace
 from autoplan.capture.guards import check_model, check_storage
 from autoplan.capture.lower import Lowering
+from autoplan.capture.rewrites import REWRITES
+from autoplan.capture.rules import describe
 from autoplan.capture.signature import sign
 from autoplan.capture.sources import Sources
 from autoplan.capture.standin import Inventory, device_type
 from autoplan.capture.structure import flatten
 from searchspace.errors import CaptureError
 from searchspace.plan import Mode, Precision
-from searchspace.rule import Rule
 from searchspace.units import align_units
 
 
@@ -75,10 +75,9 @@ def capture(
         floating=floating,
         autocast=precision == "autocast",
     )
-    describe, rewrites = _meaning()
     builder = GraphBuilder(fake, where, describe, gradients=mode == "train")
     sources = Sources(builder, signature, inventory, floating)
-    lowering = Lowering(builder, rewrites)
+    lowering = Lowering(builder, REWRITES)
     results = lowering.run(traced.program.graph_module, sources.placeholders(traced))
     values = [lowering.read(result) for result in results]
     loss = values.pop() if mode == "train" else None
@@ -101,21 +100,6 @@ def _check_options(mode: str, precision: str, loss_fn: Any) -> None:
         raise CaptureError(f"expected loss_fn to be a function of the model's output, got {type(loss_fn).__name__}")
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise CaptureError("loss_fn is a module with parameters; make it a part of the model and return the loss")
-
-
-def _meaning() -> tuple[Callable[[Call], Traits], Mapping[str, Rewrite]]:
-    """What gives operators their meaning, and the rewrites."""
-    try:
-        from autoplan.capture.rewrites import REWRITES
-        from autoplan.capture.rules import describe
-    except ImportError:
-        return _opaque, {}
-    return describe, REWRITES
-
-
-def _opaque(call: Call) -> Traits:
-    shapes = [meta.shape for meta in call.inputs], [meta.shape for meta in call.outputs]
-    return Traits(call.args, call.kwargs, Rule.opaque(*shapes))
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autoplan.capture import guards
 from autoplan.capture.aliasing import SELF, Alias, View, picked
 from autoplan.capture.builder import GraphBuilder, Value, dtype_name, torch_dtype
-from autoplan.capture.call import Rewrite, overload
+from autoplan.capture.call import Rewrite, schema
 from autoplan.capture.canonical import DEVICE, DROPPED, FOLDS, out_of_place, writes
 from autoplan.capture.export import MODEL
 from searchspace.errors import CaptureError
@@ -276,7 +276,7 @@ def normalised(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
     What concerns memory only is left out; a tensor that is created is created on the rank's device.
     """
-    arguments = overload(target)._schema.arguments
+    arguments = schema(target).arguments
     names = [a.name for a in arguments if not a.kwarg_only]
     given = {**dict(zip(names, args, strict=False)), **{name: kwargs[name] for name in names if name in kwargs}}
     last = max((i + 1 for i, name in enumerate(names) if name in given), default=0)

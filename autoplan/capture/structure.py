@@ -29,12 +29,10 @@ class Structure:
         return 1 if self.build is None else sum(child.leaves for _, child in self.children)
 
     def unflatten(self, leaves: list[Any]) -> Any:
-        """The value whose leaves, in order, are ``leaves``."""
-        supply = iter(leaves)
-        value = self._take(supply)
-        if next(supply, self) is not self:
-            raise ValueError(f"expected {self.leaves} leaves, got more: {len(leaves)}")
-        return value
+        """The value whose leaves, in order, are ``leaves``; ValueError when there are more or fewer."""
+        if len(leaves) != self.leaves:
+            raise ValueError(f"expected {self.leaves} leaves, got {len(leaves)}")
+        return self._take(iter(leaves))
 
     def _take(self, supply: Iterator[Any]) -> Any:
         if self.build is None:
