@@ -17,27 +17,23 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from autoplan.runtime.checkpoint_files import AtomicWriter, ExaminedReader, draft_of, examine
+from autoplan.runtime.checkpoint_holding import Holding, single_device
 from autoplan.runtime.checkpoint_optimizer import OptimizerParts, OptimizerReading, take_apart
 from autoplan.runtime.checkpoint_planner import Request, Shard, ShardLoadPlanner, ShardSavePlanner
 from autoplan.runtime.lost import communicating
 from searchspace.errors import CheckpointError
-from searchspace.layout import Layout, Region, Shape, region_of, whole
-from searchspace.mesh import Mesh
-from searchspace.program import Rank
 
 _SHOWN = 3
 """How many names a message lists."""
@@ -52,85 +48,18 @@ class Scheduler(Protocol):
 
 
 @dataclass(frozen=True)
-class ModelTensor:
-    """A parameter or persistent buffer of the single-device model; ``aliases`` are its further names."""
-
-    name: str
-    shape: Shape
-    aliases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Holding:
-    """What one process holds of a model's state.
+class Restored:
+    """What a checkpoint says besides tensors.
 
     Fields
-        tensors: everything that the model's state dict names, here or elsewhere; equal on all processes.
-        shards: what this process holds of it.  The ``data`` of a parameter is what optimizers step on.
-        process: index of this process; process 0 coordinates.
-        distributed: whether there are others, in ``group`` (None: torch's default group).
-        device: where this process computes.
-        information: saved under ``autoplan.<key>``.
+        information: what the :class:`Holding` that was saved says.
+        objects: entries of the model's state dict that are no tensors, by name.
+        extra: the user's.
     """
-
-    tensors: tuple[ModelTensor, ...]
-    shards: tuple[Shard, ...]
-    process: int = 0
-    distributed: bool = False
-    group: dist.ProcessGroup | None = None
-    device: torch.device = torch.device("cpu")
-    information: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a checkpoint says besides tensors: ``information`` of the one who saved, and the user's ``extra``."""
 
     information: Mapping[str, Any]
+    objects: Mapping[str, Any]
     extra: Mapping[str, Any]
-
-
-def single_device(model: nn.Module) -> Holding:
-    """A plain model, to save or load it in the same format."""
-    kept = model.state_dict(keep_vars=True)
-    names: dict[int, list[str]] = {}
-    for name, tensor in kept.items():
-        if isinstance(tensor, Tensor):
-            names.setdefault(id(tensor), []).append(name)
-    tensors = tuple(ModelTensor(n, tuple(kept[n].shape), tuple(others)) for n, *others in names.values())
-    shards = tuple(shard_of(t, whole(t.shape), kept[t.name], written=True) for t in tensors)
-    return Holding(tensors, shards, device=next((kept[t.name].device for t in tensors), torch.device("cpu")))
-
-
-def shard_of(tensor: ModelTensor, region: Region, data: Tensor, written: bool) -> Shard:
-    """A part of a model's tensor under its path in the checkpoint."""
-    aliases = tuple(("model", alias) for alias in tensor.aliases)
-    return Shard(("model", tensor.name), tensor.shape, region, data, written, aliases)
-
-
-def shards_on(
-    tensor: ModelTensor, layout: Layout, mesh: Mesh, data: Mapping[Rank, Tensor], turn: int = 0
-) -> list[Shard]:
-    """The shards that the ranks in ``data`` hold of a tensor that lies on ``mesh`` in ``layout``.
-
-    Of the ranks that hold the same region one writes it; ``turn`` (any number, equal on all processes)
-    chooses, so that replicas share the work.
-    """
-    return [
-        shard_of(tensor, region, data[rank], rank == ranks[turn % len(ranks)])
-        for region, ranks in _holders(tensor.shape, layout, mesh).items()
-        for rank in ranks
-        if rank in data
-    ]
-
-
-@lru_cache(maxsize=4096)
-def _holders(shape: Shape, layout: Layout, mesh: Mesh) -> Mapping[Region, tuple[Rank, ...]]:
-    found: dict[Region, tuple[Rank, ...]] = {}
-    for rank in mesh.devices:
-        region = region_of(whole(shape), layout, mesh, rank)
-        found[region] = (*found.get(region, ()), rank)
-    return found
 
 
 # -- saving ------------------------------------------------------------------------------------------
@@ -162,6 +91,7 @@ def save(
     values = {**parts.values, ("rng", str(holding.process)): _random_state(holding.device)}
     if coordinator:
         values |= {("autoplan", key): value for key, value in holding.information.items()}
+        values |= {("model", key): value for key, value in holding.objects.items()}
         if scheduler is not None:
             values["scheduler",] = scheduler.state_dict()
         if extra is not None:
@@ -234,8 +164,11 @@ def load(
     rng = _rng_name(holding, values)
     if random_state and rng in values:
         _set_random_state(values[rng], holding.device)
-    information = {name.removeprefix("autoplan."): v for name, v in values.items() if name.startswith("autoplan.")}
-    return Restored(information, values.get("extra", {}))
+    return Restored(_under("autoplan.", values), _under("model.", values), values.get("extra", {}))
+
+
+def _under(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def optimizer_state_dict(path: str | PathLike[str], model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -304,7 +237,9 @@ def _matching(holding: Holding, metadata: Metadata) -> tuple[Shard, ...]:
     """The shards under the names that the checkpoint has; CheckpointError when it is of another model."""
     stored = metadata.state_dict_metadata
     saved_as: dict[str, str] = {}
-    missing, misshaped, known = [], [], set()
+    known = {f"model.{name}" for name in holding.objects}
+    missing = [name for name in holding.objects if f"model.{name}" not in stored]
+    misshaped = []
     for tensor in holding.tensors:
         names = [f"model.{name}" for name in (tensor.name, *tensor.aliases)]
         known.update(names)
@@ -334,6 +269,7 @@ def _other_values(holding: Holding, metadata: Metadata, scheduler: bool) -> tupl
     if scheduler and "scheduler" not in stored:
         raise CheckpointError("the checkpoint holds no scheduler state")
     wanted = ["extra", _rng_name(holding, stored), *(["scheduler"] if scheduler else [])]
+    wanted += [f"model.{name}" for name in holding.objects]
     return tuple(name for name in stored if name in wanted or name.startswith("autoplan."))
 
 

@@ -42,7 +42,7 @@ def take_apart(optimizer: Optimizer, shards: Sequence[Shard], coordinator: bool)
     """
     found = OptimizerParts()
     for i, group in enumerate(optimizer.param_groups):
-        members = _members(group["params"], shards)
+        members = [shard for shard in _members(group["params"], shards) if shard is not None]
         found.lists[*_GROUPS, i, "params"] = list(dict.fromkeys(_parameter(shard) for shard in members))
         if coordinator:
             found.values |= {(*_GROUPS, i, key): value for key, value in group.items() if key not in _LOCAL}
@@ -75,17 +75,16 @@ def _parameter(shard: Shard) -> str:
     return str(shard.path[-1])
 
 
-def _members(parameters: Sequence[Tensor], shards: Sequence[Shard]) -> list[Shard]:
+def _members(parameters: Sequence[Tensor], shards: Sequence[Shard]) -> list[Shard | None]:
+    """The shards that an optimizer steps on; None for the stand-in of a rank that holds none."""
     by_identity = {id(shard.data): shard for shard in shards}
-    found = []
     for parameter in parameters:
-        if id(parameter) not in by_identity:
+        if id(parameter) not in by_identity and parameter.numel():
             raise CheckpointError(
                 f"the optimizer has a parameter of shape {list(parameter.shape)} that is not one of the model's; "
                 "make it from parallel.parameters()"
             )
-        found.append(by_identity[id(parameter)])
-    return found
+    return [by_identity.get(id(parameter)) for parameter in parameters]
 
 
 Wanted = Shard | str
@@ -115,13 +114,12 @@ class OptimizerReading:
             )
         self._groups = [groups[i] for i in sorted(groups)]
         self._members = [_members(group["params"], shards) for group in optimizer.param_groups]
-        self._states = [
-            [
-                {key: self._wanted(name, shard) for key, name in states.get(_saved_name(shard, states), {}).items()}
-                for shard in members
-            ]
-            for members in self._members
-        ]
+        self._states = [[self._state(shard, states) for shard in members] for members in self._members]
+
+    def _state(self, shard: Shard | None, states: Mapping[str, Mapping[str, str]]) -> dict[str, Wanted]:
+        if shard is None:
+            return {}
+        return {key: self._wanted(name, shard) for key, name in states.get(_saved_name(shard, states), {}).items()}
 
     def _wanted(self, name: str, shard: Shard | None = None) -> Wanted:
         stored = self._stored[name]
@@ -155,14 +153,15 @@ class OptimizerReading:
     def check(self, values: Mapping[str, Any]) -> None:
         """CheckpointError when groups, or the kind of optimizer, differ from what was saved."""
         defaults = self._optimizer.defaults
-        for i, members in enumerate(self._members):
-            saved = _filled(self._groups[i], values)
-            names = saved.get("params", ())
-            unknown = dict.fromkeys(_parameter(s) for s in members if _saved_name(s, names) not in names)
-            if unknown:
+        groups = [_filled(group, values) for group in self._groups]
+        group_of = {name: i for i, saved in enumerate(groups) for name in saved.get("params", ())}
+        for i, (saved, members) in enumerate(zip(groups, self._members, strict=True)):
+            names = dict.fromkeys(_saved_name(shard, group_of) for shard in members if shard is not None)
+            elsewhere = [name for name in names if group_of.get(name, i) != i]
+            if elsewhere:
                 raise CheckpointError(
-                    f"parameter group {i} of the optimizer holds {', '.join(list(unknown)[:3])} "
-                    f"({len(unknown)} in all), which the checkpoint's group {i} does not"
+                    f"{elsewhere[0]} is in parameter group {i} of the optimizer, in the checkpoint in group "
+                    f"{group_of[elsewhere[0]]} ({len(elsewhere)} such parameters)"
                 )
             lacking = [k for k, value in defaults.items() if not isinstance(value, bool | None) and k not in saved]
             if lacking:

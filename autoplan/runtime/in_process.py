@@ -36,6 +36,10 @@ class InProcess:
     def ranks(self) -> tuple[Rank, ...]:
         return tuple(range(self.world))
 
+    @property
+    def control(self) -> None:
+        return None
+
     def prepare(self, program: Program, stores: Mapping[Rank, Store], compiler: SegmentCompiler) -> Runnable:
         check_program(program)
         engines = {rank: Engine(stores[rank], program.slots, compiler) for rank in program.ranks}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autoplan.operators.randomness import set_step
 from autoplan.runtime import gradients, progress
@@ -18,6 +20,10 @@ from autoplan.runtime.state import State
 from autoplan.runtime.transport import Transport
 from searchspace.errors import ExecutionError, NonFiniteError
 from searchspace.graph import Graph
+
+if TYPE_CHECKING:
+    from autoplan.runtime.checkpoint import Scheduler
+    from autoplan.runtime.checkpoint_holding import Holding
 
 Nonfinite = Literal["ignore", "raise", "skip"]
 
@@ -85,6 +91,8 @@ class Parallel:
         """Calls of :meth:`train_step` so far; a checkpoint keeps it."""
         self.skipped = 0
         """Calls whose gradients were dropped because they were not finite."""
+        self.information: dict[str, Any] = {}
+        """What a checkpoint says besides: the plan, by whoever made it."""
         self._model = model
         ranks = programs.forward.ranks
         if not set(transport.ranks) <= set(ranks) or transport.world > len(ranks):
@@ -297,6 +305,49 @@ class Parallel:
         """
         self._state.load_state_dict(state, strict)
         self._forget_bound_state()
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a checkpoint in the single-device model's names; see :mod:`autoplan.runtime.checkpoint`."""
+        from autoplan.runtime import checkpoint
+
+        self.shards.check_initialised()
+        checkpoint.save(self._holding(), path, optimizer=optimizer, scheduler=scheduler, extra=extra)
+
+    def load(
+        self,
+        path: str | PathLike[str],
+        *,
+        optimizer: Optimizer | None = None,
+        scheduler: Scheduler | None = None,
+        random_state: bool = True,
+    ) -> Mapping[str, Any]:
+        """Go on from a checkpoint of any plan, world size, or the plain model; returns the user's ``extra``."""
+        from autoplan.runtime import checkpoint
+
+        self._state.allocate_others()
+        restored = checkpoint.load(
+            self._holding(), path, optimizer=optimizer, scheduler=scheduler, random_state=random_state
+        )
+        self._state.others.update(restored.objects)
+        self.shards.uninitialised.clear()
+        self.step = restored.information.get("step", self.step)
+        self.options = replace(self.options, seed=restored.information.get("seed", self.options.seed))
+        self._forget_bound_state()
+        return restored.extra
+
+    def _holding(self) -> Holding:
+        from autoplan.runtime.checkpoint_holding import parallel_model
+
+        return parallel_model(
+            self._state, self.shards, {**self.information, "step": self.step, "seed": self.options.seed}
+        )
 
     def initialize(self, function: Callable[[str, tuple[int, ...]], Tensor]) -> None:
         """Give every parameter the value ``function(name, shape)``, one whole tensor at a time."""

@@ -71,6 +71,10 @@ class ProcessGroups:
     def device(self) -> torch.device:
         return self._device
 
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        return self._control
+
     # -- programs --------------------------------------------------------------------------------
 
     def prepare(self, program: Program, stores: Mapping[Rank, Store], compiler: SegmentCompiler) -> Runnable:

@@ -24,7 +24,8 @@ class State:
         buffers: present values by graph tensor.
         constants: by graph tensor.
         names: the keys of the model's own ``state_dict()``, in its order, with the graph tensor behind each
-            (None: something that the graph does not use, kept as it is).
+            (None: something that the graph does not use).
+        others: what the graph does not use, by key, as it was.
     """
 
     def __init__(self, model: Model, shards: Shards, transport: Transport) -> None:
@@ -42,7 +43,7 @@ class State:
         }
         own = model.model.state_dict(keep_vars=True)
         self.names: dict[str, str | None] = {key: by_name.get(key) for key in own}
-        self._others = {
+        self.others = {
             key: _copy(value, torch.device("cpu")) if isinstance(value, Tensor) else value
             for key, value in own.items()
             if self.names[key] is None
@@ -69,7 +70,7 @@ class State:
         found: dict[str, Any] = {}
         for key, tensor in self.names.items():
             if tensor is None:
-                found[key] = self._others[key]
+                found[key] = self.others[key]
                 continue
             if tensor not in whole:
                 if tensor in self.buffers:
@@ -97,6 +98,12 @@ class State:
     def _gather(self, name: str, of: Callable[[ParameterShard], Tensor | None]) -> Tensor:
         return self.shards.gather(name, of, self.shards.dtype(name))
 
+    def allocate_others(self) -> None:
+        """Memory for what is still on the meta device, so that it can be filled."""
+        for key, value in self.others.items():
+            if isinstance(value, Tensor) and value.is_meta:
+                self.others[key] = torch.empty_like(value, device="cpu")
+
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
         missing = [key for key in self.names if key not in state]
         unexpected = [key for key in state if key not in self.names]
@@ -109,7 +116,7 @@ class State:
                 continue
             value = state[key]
             if tensor is None:
-                self._others[key] = value
+                self.others[key] = value
             elif tensor in self.buffers:
                 buffer = self.buffers[tensor]
                 if tuple(value.shape) != tuple(buffer.shape):

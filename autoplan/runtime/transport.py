@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autoplan.runtime.codegen import SegmentCompiler
@@ -37,6 +38,10 @@ class Transport(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """The group for messages between hosts; None: torch's default group, or all ranks are here."""
 
     def prepare(self, program: Program, stores: Mapping[Rank, Store], compiler: SegmentCompiler) -> Runnable:
         """Check the program, set up its groups, and bind its instructions."""

@@ -27,16 +27,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
-from autoplan.runtime.checkpoint import (
-    Holding,
-    ModelTensor,
-    load,
-    optimizer_state_dict,
-    save,
-    shard_of,
-    shards_on,
-    single_device,
-)
+from autoplan.runtime.checkpoint import load, optimizer_state_dict, save
+from autoplan.runtime.checkpoint_holding import Holding, ModelTensor, shard_of, shards_on, single_device
 from autoplan.runtime.launch import WorkerPool
 from searchspace.errors import CheckpointError
 from searchspace.layout import Layout, R, Region, Split, local_shape, region_of, whole
@@ -363,11 +355,11 @@ def test_scheduler_random_state_and_information(tmp_path: Path) -> None:
     def everything(seed: int) -> tuple[Sharded, Any]:
         sharded = Sharded(Tied(), PLANS["two stages"], (0, 1), adamw)
         assert sharded.optimizer is not None
-        return sharded, torch.optim.lr_scheduler.SequentialLR(
-            sharded.optimizer,
-            [torch.optim.lr_scheduler.LinearLR(sharded.optimizer, total_iters=3), torch.optim.lr_scheduler.MultiStepLR(sharded.optimizer, [2, 5])],
-            milestones=[3],
-        )  # fmt: skip
+        stages = [
+            torch.optim.lr_scheduler.LinearLR(sharded.optimizer, total_iters=3),
+            torch.optim.lr_scheduler.MultiStepLR(sharded.optimizer, [2, 5]),
+        ]
+        return sharded, torch.optim.lr_scheduler.SequentialLR(sharded.optimizer, stages, milestones=[3])
 
     first, scheduler = everything(0)
     for number in range(5):
@@ -479,23 +471,17 @@ def test_optimizers_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
     other = plain(model, sgd).optimizer
     text = message(saved, model, optimizer=other)
     assert "saved by another kind of optimizer than SGD: it has no momentum, dampening" in text
-    swapped = torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.dim() != 2]},
-            {"params": [p for p in model.parameters() if p.dim() == 2]},
-        ]
-    )
-    assert "parameter group 0 of the optimizer holds scale, frozen, norm.weight (" in message(
-        saved, model, optimizer=swapped
-    )
+    vectors, matrices = ([p for p in model.parameters() if (p.dim() == 2) == wanted] for wanted in (False, True))
+    swapped = torch.optim.AdamW([{"params": vectors}, {"params": matrices}])
+    text = message(saved, model, optimizer=swapped)
+    assert "scale is in parameter group 0 of the optimizer, in the checkpoint in group 1 (5 such parameters)" in text
     foreign = torch.optim.AdamW(nn.Linear(2, 3).parameters())
     with pytest.raises(CheckpointError, match=r"a parameter of shape \[3, 2\] that is not one of the model's"):
         save(single_device(model), tmp_path / "no", optimizer=foreign)
     save(single_device(model), tmp_path / "bare")
     assert "holds no optimizer state" in message(tmp_path / "bare", model, optimizer=one)
-    assert "holds no scheduler state" in message(
-        tmp_path / "bare", model, scheduler=torch.optim.lr_scheduler.ConstantLR(one)
-    )
+    schedule = torch.optim.lr_scheduler.ConstantLR(one)
+    assert "holds no scheduler state" in message(tmp_path / "bare", model, scheduler=schedule)
 
 
 def test_state_that_cannot_be_cut_otherwise_is_refused(tmp_path: Path) -> None:
@@ -537,18 +523,15 @@ def test_shards_that_do_not_cover_a_tensor_are_refused(tmp_path: Path) -> None:
 # -- processes ---------------------------------------------------------------------------------------
 
 
-def _holding_of(world: int, sharded: Sharded, group: Any) -> Holding:
-    return replace(sharded.holding, process=dist.get_rank(), distributed=world > 1, group=group)
+def _on_this_rank(sharded: Sharded) -> Holding:
+    return replace(sharded.holding, process=dist.get_rank(), distributed=dist.get_world_size() > 1)
 
 
-def _steps(plan: str, world: int, path: str, numbers: list[int], resume: str | None) -> None:
-    """On each rank: continue from ``resume``, step, save; only the first ``world`` ranks take part."""
-    group = dist.new_group(list(range(world)))
+def _steps(plan: str, path: str, numbers: list[int], resume: str | None) -> None:
+    """On each rank: continue from ``resume``, step, save."""
     rank = dist.get_rank()
-    if rank >= world:
-        return
     sharded = Sharded(Tied(seed=len(numbers)), PLANS[plan], (rank,), adamw)
-    holding = _holding_of(world, sharded, group)
+    holding = _on_this_rank(sharded)
     if resume is not None:
         load(holding, resume, optimizer=sharded.optimizer)
     else:
@@ -566,12 +549,17 @@ def load_like(sharded: Sharded, model: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("dp x tp over 4", "two stages"), ("two stages", "dp x tp over 4"), ("zero, uneven, over 2", "replicated on one"), ("replicated on one", "zero, uneven, over 2")],
-)  # fmt: skip
+    [
+        ("dp x tp over 4", "two stages"),
+        ("two stages", "dp x tp over 4"),
+        ("zero, uneven, over 2", "replicated on one"),
+        ("replicated on one", "zero, uneven, over 2"),
+    ],
+)
 def test_processes_go_on_under_another_world_size(before: str, after: str, pool: WorkerPool, tmp_path: Path) -> None:
     world = {name: max(plan.mesh.devices) + 1 for name, plan in PLANS.items()}
-    pool.run(_steps, before, world[before], str(tmp_path / "a"), [0, 1], None)
-    pool.run(_steps, after, world[after], str(tmp_path / "b"), [2, 3], str(tmp_path / "a"))
+    pool.run(_steps, before, str(tmp_path / "a"), [0, 1], None, ranks=world[before])
+    pool.run(_steps, after, str(tmp_path / "b"), [2, 3], str(tmp_path / "a"), ranks=world[after])
     uninterrupted = plain(Tied(), adamw)
     for number in range(4):
         uninterrupted.step(number)
@@ -583,7 +571,7 @@ def test_processes_go_on_under_another_world_size(before: str, after: str, pool:
 
 def _random_numbers(path: str, saving: bool) -> float:
     sharded = Sharded(Tied(), PLANS["dp x tp over 4"], (dist.get_rank(),))
-    holding = _holding_of(4, sharded, None)
+    holding = _on_this_rank(sharded)
     torch.manual_seed(dist.get_rank())
     if saving:
         save(holding, path)
@@ -602,7 +590,7 @@ def test_each_process_gets_its_own_random_state_back(pool: WorkerPool, tmp_path:
 def _failing(path: str, how: str) -> str:
     rank = dist.get_rank()
     sharded = Sharded(Tied(), PLANS["dp x tp over 4"], (rank,), adamw)
-    holding = _holding_of(4, sharded, None)
+    holding = _on_this_rank(sharded)
     optimizer = sharded.optimizer
     assert optimizer is not None
     if how == "load":
