@@ -78,14 +78,15 @@ class _Normalise(torch.autograd.Function):
         ctx.factor = (count - 1) / count
         variance = unbiased * ctx.factor
         ctx.save_for_backward(x, mean, variance, weight)
-        ctx.eps, ctx.biased = eps, bias is not None
-        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
+        ctx.eps, ctx.bias = eps, None if bias is None else bias.dtype
+        scale, shift = _as(weight, mean.dtype), _as(bias, mean.dtype)
+        return torch.batch_norm(x, scale, shift, mean, variance, False, 0.0, eps, False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, variance, weight = ctx.saved_tensors
         empty = torch.empty(0, dtype=mean.dtype, device=x.device)
-        scale = torch.ones_like(mean) if weight is None else weight
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             gradients[0].contiguous(), x, scale, mean, variance, empty, empty, False, ctx.eps, [True, True, True]
         )
@@ -93,9 +94,18 @@ class _Normalise(torch.autograd.Function):
         grad_mean = -inverse * scale * grad_bias
         grad_variance = (-0.5 * ctx.factor) * inverse.square() * scale * grad_weight
         return (
-            grad_x, grad_mean, grad_variance,
-            None if weight is None else grad_weight, grad_bias if ctx.biased else None, None, None,
-        )  # fmt: skip
+            grad_x,
+            grad_mean,
+            grad_variance,
+            None if weight is None else grad_weight.to(weight.dtype),
+            None if ctx.bias is None else grad_bias.to(ctx.bias),
+            None,
+            None,
+        )
+
+
+def _as(vector: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if vector is None else vector.to(dtype)
 
 
 @local_operator
