@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoplan.search.figures import ParameterLayouts
 from autoplan.search.folding import Folding
-from autoplan.search.selection import ParameterLayouts
 from searchspace.graph import Graph
 from searchspace.layout import Layout, Partial, R
 from searchspace.plan import (

@@ -9,7 +9,7 @@ of the fastest kind this is what no plan can beat; the optimizer's traffic likew
 
 from __future__ import annotations
 
-from autoplan.search.selection import with_gradient
+from autoplan.search.wiring import with_gradient
 from costmodel.cluster import Cluster
 from costmodel.collectives import CommunicationPrices
 from costmodel.model import CostModel

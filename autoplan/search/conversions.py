@@ -37,8 +37,8 @@ class Conversions:
         codes = reachable(where)
         if key not in self._tables:
             self._tables[key] = self._all_pairs(where, codes, element_bytes)
-        rows = [codes[where.encode(layout)] for layout in sources]
-        columns = [codes[where.encode(layout)] for layout in targets]
+        at = {layout: codes[where.encode(layout)] for layout in layouts}
+        rows, columns = [at[layout] for layout in sources], [at[layout] for layout in targets]
         return self._tables[key][np.ix_(rows, columns)]
 
     def _all_pairs(self, where: Space, codes: dict[Code, int], element_bytes: int) -> Costs:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -33,7 +34,8 @@ class Order:
     widest: int
 
 
-def elimination_order(sizes: Sequence[int], edges: Sequence[tuple[int, int]]) -> Order:
+@lru_cache(maxsize=64)
+def elimination_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> Order:
     """Greedy order: always the variable with the smallest joined table; ties by index."""
     near: list[set[int]] = [set() for _ in sizes]
     for a, b in edges:

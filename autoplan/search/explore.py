@@ -10,14 +10,16 @@ import numpy as np
 from autoplan.search.assembly import RegionNames, StageDraft, assemble, stage_operators
 from autoplan.search.candidates import Candidate
 from autoplan.search.conversions import Conversions
+from autoplan.search.figures import KindFigures, ParameterLayouts, Readers, Terms
 from autoplan.search.folding import Folding
 from autoplan.search.lineage import batch_labels
 from autoplan.search.pricing import ModelPricing
 from autoplan.search.problem import Assignment, Costs
-from autoplan.search.selection import KindFigures, ParameterLayouts, Readers, Selection, Terms
+from autoplan.search.selection import Selection
 from autoplan.search.solver import SolverOptions, solve
 from autoplan.search.stages import Pipeline, StageProblem
 from autoplan.search.strategies import Allow
+from autoplan.search.wiring import Wiring
 from costmodel.memory import FRAGMENTATION
 from costmodel.model import CostModel
 from searchspace.graph import DTYPE_BYTES, Graph
@@ -60,10 +62,12 @@ class Exploration:
     def __post_init__(self) -> None:
         mesh = self.candidate.mesh()
         self.selection = Selection(
-            self.graph, self.folding, mesh, self.model.time, ModelPricing(self.model),
-            Conversions(mesh, self.model.prices), self.gradients, self.allow, self.zero,
-            shard_axes=mesh.axis_names,
-            optimizer_bytes={t.name: DTYPE_BYTES[self.model.master_dtype(t.name)] for t in self.graph.parameters},
+            Wiring(
+                self.graph, self.folding, mesh, self.model.time, ModelPricing(self.model),
+                Conversions(mesh, self.model.prices), self.gradients, self.allow, self.zero,
+                shard_axes=mesh.axis_names,
+                master_bytes={t.name: DTYPE_BYTES[self.model.master_dtype(t.name)] for t in self.graph.parameters},
+            )
         )  # fmt: skip
         self.kinds = [block.kind for block in self.folding.blocks]
         self.options: list[Option] = []
@@ -89,9 +93,11 @@ class Exploration:
     def pipeline(self, reserve: float = 0.0) -> Pipeline | None:
         """The best cut into stages that leaves ``reserve`` bytes free; None when nothing fits."""
         stages, in_flight = self.candidate.stages, self.in_flight()
-        roomy = self._stages(self.limit - reserve).solve(stages, in_flight)
-        if roomy is not None and not self._complete:
-            return roomy
+        if not self._complete:
+            ideal = self._stages(np.inf).solve(stages, in_flight)
+            roomy = self._stages(self.limit - reserve).solve(stages, in_flight)
+            if roomy is not None and ideal is not None and roomy.seconds <= ideal.seconds * 1.001:
+                return roomy
         self._all_options(in_flight)
         return self._stages(self.limit - reserve).solve(stages, in_flight)
 

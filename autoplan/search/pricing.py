@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from autoplan.search.selection import Figures, ParameterLayouts
+from autoplan.search.figures import Figures, ParameterLayouts
 from autoplan.search.strategies import Strategy
 from costmodel.model import CostModel
 from searchspace.graph import Operator, Tensor
@@ -22,6 +22,10 @@ class ModelPricing:
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
+        self._root: dict[str, str] = {}
+        for op in model.graph.operators:
+            if op.family == "view" and op.inputs and op.name not in model.copies:
+                self._root.update((name, self._root.get(op.inputs[0], op.inputs[0])) for name in op.outputs)
 
     def operator(self, op: Operator, strategy: Strategy, mesh: Mesh, time: TimeAxis) -> Figures:
         cost = self.model.operator(op, strategy, mesh)
@@ -40,3 +44,13 @@ class ModelPricing:
 
     def shard_bytes(self, tensor: Tensor, layout: Layout, mesh: Mesh, time: TimeAxis) -> float:
         return float(self.model.bytes(tensor.name, layout, mesh, time.placement[tensor.name]))
+
+    def saved_by_maker(self, tensor: Tensor) -> bool:
+        return self._root.get(tensor.name, tensor.name) in self.model.kept
+
+    def accumulate(self, tensor: Tensor, held: Layout, mesh: Mesh) -> float:
+        model = self.model
+        master = model.master_dtype(tensor.name)
+        if model.time.micro_batches == 1 and master == tensor.dtype:
+            return 0.0
+        return model.add_seconds(model.bytes(tensor.name, held, mesh, dtype=master), mesh)

@@ -6,15 +6,16 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from autoplan.search.bound import step_bound
 from autoplan.search.candidates import Candidate, candidates
 from autoplan.search.explore import Exploration
 from autoplan.search.folding import Folding, fold
-from autoplan.search.selection import with_gradient
 from autoplan.search.stages import Pipeline
 from autoplan.search.strategies import Allow, everything
 from autoplan.search.uniform import named_plan
+from autoplan.search.wiring import with_gradient
 from costmodel.cluster import Cluster
 from costmodel.collectives import CommunicationPrices
 from costmodel.evaluate import Evaluation, evaluate
@@ -304,18 +305,18 @@ class _Search:
             if model is None:
                 continue
             try:
-                plan = named_plan(self.graph, self.info, self.recipe, folding=self.folding, **settings)  # type: ignore[arg-type]
+                plan = named_plan(self.graph, self.info, self.recipe, folding=self.folding, **settings)
                 self.judged.append(self._price(name, plan, model))
             except AutoplanError:
                 continue  # illegal for this model or batch
 
-    def _known_plans(self, found: list[tuple[float, Exploration, Pipeline]]) -> list[tuple[str, dict[str, object]]]:
+    def _known_plans(self, found: list[tuple[float, Exploration, Pipeline]]) -> list[tuple[str, dict[str, Any]]]:
         size, batch = self.cluster.size, self.graph.batch or 1
         per_node = min(node.count for node in self.cluster.nodes)
         if size == 1:
             return []
         train = self.recipe.mode == "train"
-        plans: list[tuple[str, dict[str, object]]] = [("DP", {"dp": size})]
+        plans: list[tuple[str, dict[str, Any]]] = [("DP", {"dp": size})]
         if train:
             plans.append(("FSDP", {"dp": size, "zero": 3, "recompute": self.options.recompute}))
         if size <= per_node:
@@ -378,9 +379,10 @@ class _Search:
             devices *= 2
         raise InfeasibleError(
             f"no plan for {self.graph.name} fits in the memory of {self.cluster.name}: the smallest needs "
-            f"{bytes_text(need)} per device{f' ({candidate})' if candidate else ''}, the limit is {bytes_text(self.limit)}, "
-            f"so {bytes_text(need - self.limit)} are missing. It would fit in devices with {bytes_text(need)}, or in about "
-            f"{devices} devices of this kind; a smaller batch also needs less"
+            f"{bytes_text(need)} per device{f' ({candidate})' if candidate else ''}, "
+            f"the limit is {bytes_text(self.limit)}, so {bytes_text(need - self.limit)} are missing. "
+            f"It would fit in devices with {bytes_text(need)}, or in about {devices} devices of this kind; "
+            "a smaller batch also needs less"
         )
 
     def _say(self, text: str, share: float | None) -> None:
@@ -408,7 +410,8 @@ def _pinned(graph: Graph, folding: Folding, pins: Mapping[str, Mapping[str, str]
         for axis, label in entry.items():
             if label not in rule.choices:
                 raise SearchError(
-                    f"operator {name!r} cannot be pinned to {label!r} on axis {axis!r}: its rule {rule.text!r} allows {sorted(rule.choices)}"
+                    f"operator {name!r} cannot be pinned to {label!r} on axis {axis!r}: "
+                    f"its rule {rule.text!r} allows {sorted(rule.choices)}"
                 )
         fixed.setdefault(folding.groups[name], {}).update(entry)
 

@@ -63,7 +63,7 @@ def solve(problem: Problem, options: SolverOptions | None = None) -> Solution:
     options = options or SolverOptions()
     if not problem.nodes:
         return Solution((), evaluate(problem, ()), 0.0, "optimal")
-    order = elimination_order([len(n.costs) for n in problem.nodes], [(e.source, e.target) for e in problem.edges])
+    order = _order(problem)
     if order.widest <= options.max_entries:
         free = _Pricing(problem, order).at(np.zeros(len(problem.limits)))
         if free.evaluation.feasible:
@@ -82,7 +82,7 @@ def solve(problem: Problem, options: SolverOptions | None = None) -> Solution:
 def _solve_reduced(problem: Problem, options: SolverOptions) -> Solution:
     best: Solution | None = None
     bound = -np.inf
-    order = elimination_order([len(n.costs) for n in problem.nodes], [(e.source, e.target) for e in problem.edges])
+    order = _order(problem)
     if order.widest <= options.max_entries:
         best, bound = _lagrangian(problem, _Pricing(problem, order), options)
         if best is not None and best.cost - bound <= options.gap * max(abs(best.cost), 1e-300):
@@ -92,6 +92,12 @@ def _solve_reduced(problem: Problem, options: SolverOptions) -> Solution:
     if best is None:
         raise SearchError(f"no assignment found within a work limit of {options.work_limit}")
     return best
+
+
+def _order(problem: Problem) -> Order:
+    return elimination_order(
+        tuple(len(n.costs) for n in problem.nodes), tuple((e.source, e.target) for e in problem.edges)
+    )
 
 
 @dataclass(frozen=True, eq=False)

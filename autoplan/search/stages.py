@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.search.figures import KindFigures
 from autoplan.search.problem import Costs
-from autoplan.search.selection import KindFigures
 
 MAX_LEVELS = 24
 """Points of a joint front that are kept."""

@@ -18,11 +18,13 @@ import numpy as np
 
 from autoplan.search.assembly import RegionNames, StageDraft, assemble, stage_operators
 from autoplan.search.conversions import Conversions
+from autoplan.search.figures import Figures, ParameterLayouts, Terms
 from autoplan.search.folding import Folding, fold
 from autoplan.search.lineage import batch_labels, data_identifiers
-from autoplan.search.selection import Figures, ParameterLayouts, Selection, Terms, with_gradient
+from autoplan.search.selection import Selection
 from autoplan.search.solver import SolverOptions, solve
 from autoplan.search.strategies import CHEAP, Strategy, local_shapes
+from autoplan.search.wiring import Wiring, with_gradient
 from searchspace.conversion import ElementCount
 from searchspace.errors import IllegalPlanError
 from searchspace.graph import Graph, Operator, Tensor
@@ -119,10 +121,11 @@ def tensor_labels(graph: Graph, folding: Folding, parts: int, sequence: bool = F
         return label not in batch[op.name] and (sequence or label not in data[op.name])
 
     mesh = Mesh.line(parts, "tp")
-    selection = Selection(
+    wiring = Wiring(
         graph, folding, mesh, time_axis(graph, 1), _HoldLess(graph, 0.01 if sequence else 0.0),
         Conversions(mesh, ElementCount(element_bytes=1)), with_gradient(graph), allow,
     )  # fmt: skip
+    selection = Selection(wiring)
     problem = selection.problem(Terms(micro_batches=1 << 40, price_resident=PARAMETER_PRICE))  # steps do not count
     chosen = selection.labels(solve(problem, SolverOptions(gap=1e-6)).assignment)
     return {op.name: chosen[folding.groups[op.name]].get("tp", "") for op in graph.operators}
@@ -155,6 +158,12 @@ class _HoldLess:
         return Figures()
 
     def shard_bytes(self, tensor: Tensor, layout: Layout, mesh: Mesh, time: TimeAxis) -> float:
+        return 0.0
+
+    def saved_by_maker(self, tensor: Tensor) -> bool:
+        return True
+
+    def accumulate(self, tensor: Tensor, held: Layout, mesh: Mesh) -> float:
         return 0.0
 
 

@@ -127,7 +127,7 @@ def test_long_chain_with_skips_is_solved_by_elimination():
     count, k = 400, 12
     nodes = tuple(Node(f"n{i}", rng.random(k), rng.random((k, 1))) for i in range(count))
     edges = tuple(Edge(i, i + d, rng.random((k, k))) for d in (1, 2) for i in range(count - d))
-    order = elimination_order([k] * count, [(e.source, e.target) for e in edges])
+    order = elimination_order((k,) * count, tuple((e.source, e.target) for e in edges))
     assert order.widest == k**3
     free = solve(Problem(nodes, edges, np.array([np.inf])))
     assert free.cost == pytest.approx(free.bound)
@@ -153,7 +153,7 @@ def test_reduction_keeps_the_optimum_and_drops_equal_strategies_once():
 
 def test_elimination_of_a_triangle():
     a_b, b_c, a_c = np.array([[0.0, 5], [5, 0]]), np.array([[0.0, 5], [5, 0]]), np.array([[9.0, 0], [0, 9]])
-    order = elimination_order([2, 2, 2], [(0, 1), (1, 2), (0, 2)])
+    order = elimination_order((2, 2, 2), ((0, 1), (1, 2), (0, 2)))
     value, assignment = minimise(order, [np.zeros(2)] * 3, [(0, 1, a_b), (1, 2, b_c), (0, 2, a_c)])
     assert value == 5.0 and assignment[0] != assignment[2]
 
