@@ -80,7 +80,7 @@ class _Wrapper(nn.Module):
             leaves, structure = flatten(output)
             results = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
             if self.train_mode:
-                loss = self.loss(output, *loss_args) if self.loss is not None else _own_loss(output)
+                loss = self.loss(output, *loss_args) if self.loss is not None else own_loss(output)
                 results.append(_scalar(loss))
         self.outputs.structure = structure
         self.outputs.baked = tuple(_baked(path, leaf) for path, leaf in leaves)
@@ -88,7 +88,7 @@ class _Wrapper(nn.Module):
         return tuple(results)
 
 
-def _own_loss(output: Any) -> Any:
+def own_loss(output: Any) -> Any:
     """The loss of a model that computes it: a scalar output, ``output.loss`` or ``output["loss"]``."""
     if isinstance(output, torch.Tensor) and output.numel() == 1:
         return output
