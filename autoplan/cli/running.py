@@ -66,6 +66,7 @@ def verify(
     tolerance: Annotated[
         float | None, typer.Option("--tolerance", help="Allowed relative difference; default: by dtype.")
     ] = None,
+    processes: Annotated[bool, typer.Option("--processes", help="One process per rank.")] = False,
     count: Annotated[int, typer.Option("--show", min=1, help="How many of the largest differences to print.")] = 3,
     batch: options.Batch = None,
     sequence: options.Sequence_ = None,
@@ -74,19 +75,20 @@ def verify(
     seed: options.Seed = 0,
 ) -> None:
     """Run the plan and the single device on the same weights and batch, and compare.  Exit code 1: they differ."""
-    from autoplan import api
+    from autoplan import verification
 
     found = _load(plan)
     world = _ranks(found, ranks)
     example = _example(model, found, batch=batch, sequence=sequence, dtype=dtype, sizes=parse_sizes(sizes), seed=seed)
     with Progress("verify") as progress:
-        comparison = api.verify(
+        comparison = verification.verify(
             *example,
             plan=found,
             ranks=world,
             steps=steps,
             learning_rate=learning_rate,
             tolerance=tolerance,
+            processes=processes,
             progress=progress,
         )
     show(comparison.table(count))

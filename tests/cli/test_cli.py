@@ -24,6 +24,8 @@ def api(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     made = fake_api()
     monkeypatch.setitem(sys.modules, "autoplan.api", made)
     monkeypatch.setattr(autoplan, "api", made, raising=False)
+    monkeypatch.setitem(sys.modules, "autoplan.verification", made)
+    monkeypatch.setattr(autoplan, "verification", made, raising=False)
     return made
 
 
