@@ -215,7 +215,8 @@ def parse(text: str) -> Notation:
     while position < end:
         match = _TOKEN.match(text, position)
         if match is None:
-            raise RuleError(f"rule {text!r}: unexpected {text[position:].strip()[:1]!r} at character {position}")
+            position += len(text[position:]) - len(text[position:].lstrip())
+            raise RuleError(f"rule {text!r}: unexpected {text[position]!r} at character {position}")
         tokens.append(match)
         position = match.end()
     arrows = [i for i, token in enumerate(tokens) if token[4]]
