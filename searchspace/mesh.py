@@ -43,11 +43,11 @@ class Mesh:
         """A one-axis mesh of ``size`` consecutive devices."""
         return cls(((name, size),), tuple(range(first, first + size)))
 
-    @property
+    @cached_property
     def axis_names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(size for _, size in self.axes)
 

@@ -96,6 +96,9 @@ class Wiring:
         self._representative: dict[Group, Operator] = {}
         self._carrying: set[tuple[Group, int]] = set()
         self._reads: dict[tuple[Group, int, bool], list[Pair]] = {}
+        self._adapters: dict[object, tuple[Costs, Costs]] = {}
+        self._kept_ways: dict[object, tuple[list[ParameterLayouts], list[Figures]]] = {}
+        self._uses: dict[object, tuple[Costs, Costs]] = {}
         self._none: Layout = (R,) * len(self.mesh.axes)
         self._block_of = {name: i for i, b in enumerate(self.folding.blocks) for name in b.operators}
         self._add_operators()
@@ -229,6 +232,14 @@ class Wiring:
     def _adapter(self, tensor: Tensor, shape: Shape, have: Sequence[Pair], want: Sequence[Pair]) -> tuple[Costs, Costs]:
         """Seconds of adapters from each pair of ``have`` to each of ``want``, forward and backward."""
         size = DTYPE_BYTES[tensor.dtype]
+        key = (shape, size, tuple(have), tuple(want))
+        if key not in self._adapters:
+            self._adapters[key] = self._priced_adapter(shape, size, have, want)
+        return self._adapters[key]
+
+    def _priced_adapter(
+        self, shape: Shape, size: int, have: Sequence[Pair], want: Sequence[Pair]
+    ) -> tuple[Costs, Costs]:
         forward = self.conversions.table(shape, size, [f for f, _ in have], [f for f, _ in want])
         if all(g is None for _, g in want) or all(g is None for _, g in have):
             return forward, np.zeros_like(forward)
@@ -243,13 +254,11 @@ class Wiring:
     def _link_parameter(self, readers: Readers, names: Sequence[str]) -> None:
         tensor = self.graph.tensor[names[0]]
         pairs = {reader: self._read_pairs(reader, tensor) for reader in readers}
-        wanted = dict.fromkeys(p for some in pairs.values() for p in some)
-        options = list(dict.fromkeys(o for used in wanted for o in self._parameter_layouts(tensor, used)))
-        moved = self._synchronisation(tensor, options)
-        figures = []
-        for option, seconds in zip(options, moved, strict=True):
-            own = self.pricing.parameter(tensor, option, self.mesh)
-            figures.append(Figures(own.forward, own.backward, own.step + seconds, own.resident, own.saved))
+        wanted = tuple(dict.fromkeys(p for some in pairs.values() for p in some))
+        alike = (tensor.shape, tensor.dtype, self._master(tensor), wanted)
+        if alike not in self._kept_ways:
+            self._kept_ways[alike] = self._ways_to_keep(tensor, wanted)
+        options, figures = self._kept_ways[alike]
         members: Counter[Kind] = Counter()
         present: Counter[Kind] = Counter()
         uses: Counter[tuple[Group, int]] = Counter()
@@ -260,25 +269,39 @@ class Wiring:
             uses.update((self.folding.groups[op.name], i) for op, i in self.graph.consumers[name])
         node = self._add("parameter", readers, options, figures, members, present)
         for reader in readers:
-            self._link_use(node, reader, tensor, options, pairs[reader], uses[reader])
+            use = (alike, tuple(pairs[reader]))
+            if use not in self._uses:
+                self._uses[use] = self._use(tensor, options, pairs[reader])
+            gather, backward = self._uses[use]
+            where = Counter({reader[0][0]: uses[reader]})
+            target = self._operator_node[reader[0]]
+            self.links.append(LinkTable(node, target, gather, backward, np.zeros_like(gather), where))
+
+    def _master(self, tensor: Tensor) -> int:
+        return self.master_bytes.get(tensor.name, DTYPE_BYTES[tensor.dtype])
+
+    def _ways_to_keep(self, tensor: Tensor, wanted: Sequence[Pair]) -> tuple[list[ParameterLayouts], list[Figures]]:
+        options = list(dict.fromkeys(o for used in wanted for o in self._parameter_layouts(tensor, used)))
+        figures = []
+        for option, seconds in zip(options, self._synchronisation(tensor, options), strict=True):
+            own = self.pricing.parameter(tensor, option, self.mesh)
+            figures.append(Figures(own.forward, own.backward, own.step + seconds, own.resident, own.saved))
+        return options, figures
 
     def _synchronisation(self, tensor: Tensor, options: Sequence[ParameterLayouts]) -> Costs:
         """Seconds per step from accumulated gradients to the optimizer's shards, and back to stored weights."""
         gradients = [o.gradient or o.optimizer for o in options]
         shards, stored = [o.optimizer for o in options], [o.stored for o in options]
-        master = self.master_bytes.get(tensor.name, DTYPE_BYTES[tensor.dtype])
+        master = self._master(tensor)
         reduce = np.diagonal(self.conversions.table(tensor.shape, master, gradients, shards))
         refresh = np.diagonal(self.conversions.table(tensor.shape, DTYPE_BYTES[tensor.dtype], shards, stored))
         trained = np.array([o.gradient is not None for o in options])
         return np.where(trained, reduce + refresh, 0.0)
 
-    def _link_use(
-        self, node: int, reader: tuple[Group, int], tensor: Tensor, options: Sequence[ParameterLayouts],
-        pairs: Sequence[Pair], uses: int,
-    ) -> None:  # fmt: skip
+    def _use(self, tensor: Tensor, options: Sequence[ParameterLayouts], pairs: Sequence[Pair]) -> tuple[Costs, Costs]:
         """Gathering for each use, forward and backward; gradients converted to how they accumulate, and added."""
         size = DTYPE_BYTES[tensor.dtype]
-        master = self.master_bytes.get(tensor.name, size)
+        master = self._master(tensor)
         gather = self.conversions.table(tensor.shape, size, [o.stored for o in options], [f for f, _ in pairs])
         backward = np.zeros_like(gather)
         if tensor.name in self.gradients:
@@ -287,9 +310,7 @@ class Wiring:
             added = {layout: self.pricing.accumulate(tensor, layout, self.mesh) for layout in held}
             backward = gather + self.conversions.table(tensor.shape, master, delivered, held).T
             backward = backward + np.array([added[layout] for layout in held])[:, None]
-        nothing = np.zeros_like(gather)
-        where = Counter({reader[0][0]: uses})
-        self.links.append(LinkTable(node, self._operator_node[reader[0]], gather, backward, nothing, where))
+        return gather, backward
 
     def _parameter_layouts(self, tensor: Tensor, used: Pair) -> list[ParameterLayouts]:
         """Ways to keep a parameter that is used as ``used``: one for each ZeRO level that shards something."""
