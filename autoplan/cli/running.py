@@ -16,7 +16,7 @@ from autoplan.cli.options import parse_sizes
 from autoplan.model_reference import load_model
 from autoplan.report.console import show
 from autoplan.report.progress import Progress
-from autoplan.zoo import Example
+from autoplan.zoo import DTYPES, Example
 from searchspace.errors import ExecutionError, PlanMismatchError
 from searchspace.plan import Plan
 
@@ -70,7 +70,7 @@ def verify(
     count: Annotated[int, typer.Option("--show", min=1, help="How many of the largest differences to print.")] = 3,
     batch: options.Batch = None,
     sequence: options.Sequence_ = None,
-    dtype: options.Dtype = "float64",
+    dtype: options.Dtype = None,
     sizes: options.Sizes = None,
     seed: options.Seed = 0,
 ) -> None:
@@ -79,7 +79,8 @@ def verify(
 
     found = _load(plan)
     world = _ranks(found, ranks)
-    example = _example(model, found, batch=batch, sequence=sequence, dtype=dtype, sizes=parse_sizes(sizes), seed=seed)
+    kind = dtype or ("float64" if found is None else None)
+    example = _example(model, found, batch=batch, sequence=sequence, dtype=kind, sizes=parse_sizes(sizes), seed=seed)
     with Progress("verify") as progress:
         comparison = verification.verify(
             *example,
@@ -110,10 +111,21 @@ def _ranks(plan: Plan | None, asked: int | None) -> int:
     return plan.world_size
 
 
-def _example(model: str, plan: Plan | None, *, batch: int | None, sizes: Mapping[str, Any], **given: Any) -> Example:
+def _example(
+    model: str, plan: Plan | None, *, batch: int | None, dtype: str | None, sizes: Mapping[str, Any], **given: Any
+) -> Example:
+    """The model and a call of it; batch and dtype are the plan's unless given."""
     planned = plan.recipe.global_batch if plan is not None and ":" not in model else None
     labels = plan is None or plan.recipe.mode == "train"
-    return load_model(model, batch=batch or planned, device="cpu", labels=labels, **given, **sizes)
+    kind = dtype or (_planned_dtype(plan) if plan is not None else None)
+    return load_model(model, batch=batch or planned, dtype=kind, device="cpu", labels=labels, **given, **sizes)
+
+
+def _planned_dtype(plan: Plan) -> str | None:
+    """The dtype of the weights that a plan was made for; None where the recipe has cast them."""
+    dtypes = [line.rpartition(" ")[2] for line in plan.model.signature]
+    floating = [dtype for dtype in dtypes if dtype in DTYPES]
+    return floating[0] if floating and plan.recipe.precision != "bf16" else None
 
 
 def train(load: Callable[[], Example], plan: Plan | None, steps: int, learning_rate: float) -> None:

@@ -132,10 +132,34 @@ def test_verify_compares_and_decides_the_exit_code(
     ((_, given),) = api.calls
     assert given["ranks"] == 4 and given["steps"] == 2 and given["plan"] == small_plan()
     assert given["kwargs"]["tokens"].shape[0] == 8  # the plan's global batch
-    assert given["model"].token.weight.dtype.itemsize == 8  # float64
+    assert given["model"].token.weight.dtype.itemsize == 4  # float32, the zoo's default
     monkeypatch.setattr(api, "verify", fake_api(agree=False).verify)
     bad = invoke("verify", "gpt-tiny", "--plan", plan_file)
     assert bad.exit_code == 1 and "DISAGREE" in bad.output and "DIFFERENT" in bad.output
+
+
+@pytest.mark.parametrize(
+    ("precision", "arguments", "itemsize"),
+    [
+        ("float32", (), 8),
+        ("bf16", (), 4),
+        ("float32", ("--dtype", "bf16"), 2),
+        (None, (), 8),
+        (None, ("--dtype", "float32"), 4),
+    ],
+)
+def test_the_dtype_is_the_plans(
+    api: types.ModuleType, tmp_path: Path, precision: str | None, arguments: tuple[str, ...], itemsize: int
+) -> None:
+    given: tuple[object, ...] = ("--ranks", 2)
+    if precision is not None:
+        plan = small_plan()
+        info = plan.model.model_copy(update={"signature": ("counter [1] int64", "w [3, 4] float64")})
+        recipe = plan.recipe.model_copy(update={"precision": precision})
+        plan.replace(model=info, recipe=recipe).save(tmp_path / "p.json")
+        given = ("--plan", tmp_path / "p.json")
+    assert invoke("verify", "mlp-tiny", *given, *arguments).exit_code == 0
+    assert next(api.calls[0][1]["model"].parameters()).dtype.itemsize == itemsize
 
 
 def test_ranks_that_the_plan_does_not_need_are_refused(api: types.ModuleType, plan_file: Path) -> None:
