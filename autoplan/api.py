@@ -19,6 +19,7 @@ from autoplan.runtime.in_process import InProcess
 from autoplan.runtime.launch import join, under_torchrun
 from autoplan.runtime.parallel import Nonfinite, Parallel, RuntimeOptions
 from autoplan.runtime.transport import Transport
+from autoplan.verify import verify as verify
 from costmodel.cluster import Cluster, detect
 from costmodel.collectives import CommunicationPrices
 from searchspace.conversion import ElementCount, Prices
@@ -134,7 +135,9 @@ def parallelize(
     check_plan(captured.graph, found, None if transport is None else transport.world)
     options = RuntimeOptions(sharded_input, nonfinite, seed, SegmentOptions("inductor" if compile else None, None if dump is None else Path(dump)))
     programs = make_programs(captured.graph, found)
-    return Parallel(captured, programs, transport or InProcess(found.world_size, _device(captured)), options)
+    parallel = Parallel(captured, programs, transport or InProcess(found.world_size, _device(captured)), options)
+    parallel.information["plan"] = found.to_json()
+    return parallel
 
 
 def check_plan(graph: Graph, plan: Plan, world: int | None = None) -> None:

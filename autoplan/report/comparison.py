@@ -2,14 +2,14 @@
 
 A tensor agrees when ``max|a - b| <= tolerance * s`` where, for a gradient, ``s`` is the larger of that
 tensor's ``max|ref|`` and the largest ``max|ref|`` of any gradient of the model (a key bias has a gradient
-that is zero but for rounding); for a parameter, buffer or loss ``s = max(1, max|ref|)``.
+that is zero but for rounding); for a parameter, buffer, output or loss ``s = max(1, max|ref|)``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ import torch
 from searchspace.errors import VerificationError
 from searchspace.summary import Table
 
-Quantity = Literal["loss", "gradient", "parameter", "buffer"]
+Quantity = Literal["loss", "gradient", "parameter", "buffer", "output"]
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """By the dtype of the computation; models that compute in float32 inside need 1e-6 in float64."""
@@ -25,7 +25,8 @@ TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left: the loss of each step, the first step's gradients, the last step's parameters and buffers.
+    """What a run left: the loss of each step, the first step's gradients, the last step's parameters and buffers;
+    of inference the outputs.
 
     Tensors are whole, by the single-device model's qualified names.
     """
@@ -34,6 +35,7 @@ class Outcome:
     gradients: Mapping[str, torch.Tensor]
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All differences of a run; the first of the tuple is the loss of step 0."""
+    """All differences of a run, and a note on what was compared; in training the first is the loss of step 0."""
 
     differences: tuple[Difference, ...]
+    note: str = ""
 
     @property
     def agrees(self) -> bool:
@@ -102,13 +105,14 @@ class Comparison:
                     )
                 )
         columns = ("quantity", "tensors", "largest differences", "max|a-b|", "scale", "relative", "allowed", "")
-        return Table("Plan against single device", columns, tuple(rows))
+        title = "Plan against single device" + (f" ({self.note})" if self.note else "")
+        return Table(title, columns, tuple(rows))
 
 
-_KINDS: tuple[Quantity, ...] = ("loss", "gradient", "parameter", "buffer")
+_KINDS: tuple[Quantity, ...] = ("loss", "gradient", "parameter", "buffer", "output")
 
 
-def compare(reference: Outcome, actual: Outcome, tolerance: float) -> Comparison:
+def compare(reference: Outcome, actual: Outcome, tolerance: float, note: str = "") -> Comparison:
     """Compare two runs.
 
     Raises VerificationError when one of them lacks a tensor, a step, or a tensor has another shape.
@@ -123,13 +127,14 @@ def compare(reference: Outcome, actual: Outcome, tolerance: float) -> Comparison
         ("gradient", reference.gradients, actual.gradients),
         ("parameter", reference.parameters, actual.parameters),
         ("buffer", reference.buffers, actual.buffers),
+        ("output", reference.outputs, actual.outputs),
     )
     for quantity, wanted, got in pairs:
         _same_names(quantity, wanted, got)
         least = max((_magnitude(t) for t in wanted.values()), default=0.0) if quantity == "gradient" else 1.0
         for name, tensor in wanted.items():
             found.append(_difference(quantity, name, tensor, got[name], least, tolerance))
-    return Comparison(tuple(found))
+    return Comparison(tuple(found), note)
 
 
 def _same_names(quantity: Quantity, wanted: Mapping[str, object], got: Mapping[str, object]) -> None:
@@ -149,9 +154,14 @@ def _difference(
         raise VerificationError(
             f"{quantity} {name} has shape {list(got.shape)}, on a single device {list(wanted.shape)}"
         )
-    difference = _magnitude(got.detach().to("cpu", torch.float64) - wanted.detach().to("cpu", torch.float64))
-    return Difference(quantity, name, difference, max(_magnitude(wanted), least), tolerance)
+    a, b = _wide(got), _wide(wanted)
+    difference = _magnitude(torch.where(a == b, 0, a - b))  # equal infinities do not differ
+    return Difference(quantity, name, difference, max(_magnitude(b[b.isfinite()]), least), tolerance)
 
 
 def _magnitude(tensor: torch.Tensor) -> float:
-    return tensor.detach().to("cpu", torch.float64).abs().max().item() if tensor.numel() else 0.0
+    return _wide(tensor).abs().max().item() if tensor.numel() else 0.0
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)

@@ -20,6 +20,7 @@ from autoplan.runtime.state import State
 from autoplan.runtime.transport import Transport
 from searchspace.errors import ExecutionError, NonFiniteError
 from searchspace.graph import Graph
+from searchspace.plan import Mode
 
 if TYPE_CHECKING:
     from autoplan.runtime.checkpoint import Scheduler
@@ -126,6 +127,11 @@ class Parallel:
         """
         yield from self.shards.named_parameters()
 
+    @property
+    def mode(self) -> Mode:
+        """``"train"``, or ``"inference"``, which has no ``train_step``."""
+        return "inference" if self._train is None else "train"
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget (or zero) all gradients."""
         for parameter in self.parameters():
@@ -215,9 +221,7 @@ class Parallel:
         bound.run(inputs)
         return bound
 
-    def _inputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_args: Sequence[Any]
-    ) -> dict[str, Tensor]:
+    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_args: Sequence[Any]) -> dict[str, Tensor]:
         """The graph's inputs on this process's device."""
         model, device, batch = self._model, self.transport.device, self.graph.batch
         if self.options.sharded_input:

@@ -69,3 +69,15 @@ def test_missing_tensors_shapes_and_steps_are_refused() -> None:
         compare(outcome(), flat, 1e-9)
     with pytest.raises(VerificationError, match="expected 1 losses, got 2"):
         compare(outcome(), Outcome([1.0, 1.0], {}, {}, {}), 1e-9)
+
+
+def test_outputs_with_equal_infinities_and_complex_numbers() -> None:
+    def of(value: complex) -> Outcome:
+        logits = torch.tensor([1.0, -math.inf])
+        return Outcome([], {}, {}, {}, {"logits": logits, "phase": torch.tensor([value])})
+
+    assert compare(of(1 + 1j), of(1 + 1j), 1e-9).agrees
+    different = compare(of(1 + 1j), of(1 + 2j), 1e-9)
+    assert not different.agrees and different.worst("output")[0].name == "phase"
+    shifted = Outcome([], {}, {}, {}, {"logits": torch.tensor([1.5, -math.inf]), "phase": torch.tensor([1 + 1j])})
+    assert not compare(of(1 + 1j), shifted, 1e-9).agrees  # an infinite scale would allow anything
