@@ -288,7 +288,7 @@ def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
         found = torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator)
     else:
         found = torch.randint(-3, 4, tensor.shape, generator=generator).to(tensor.dtype)
-    return found.requires_grad_(tensor.requires_grad and found.is_floating_point())
+    return found.requires_grad_(tensor.requires_grad)
 
 
 def _refer(arg: Any, tensors: list[Tensor]) -> Any:

@@ -113,7 +113,7 @@ def traits(
         outputs=tuple(uses[len(given) :]),
         reductions=tuple((i, r) for i, r in (reductions or {}).items() if i in kept),
         added=tuple(added),
-        linear=tuple(tuple(together) for together in linear),
+        linear=tuple(t for t in map(tuple, linear) if not any(call.inputs[i].dtype == "bool" for i in t)),
     )
     rule.check(shapes)
     rule = Rule(rule.inputs, rule.outputs, rule.reductions, rule.added, rule.linear, format_rule(rule, shapes))
