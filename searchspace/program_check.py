@@ -164,13 +164,18 @@ class _Check:
     def _write(self, rank: Rank, key: Key, shape: Shape | None) -> None:
         if key[0] not in self.program.slots:
             raise self._error(f"rank {rank} writes {key}, whose slot is not declared")
+        if key in self.states[rank].shapes and key[0] not in self.persistent:
+            raise self._error(f"rank {rank} writes {key} anew, which still holds something")
         self.states[rank].shapes[key] = shape
         self.states[rank].empty.discard(key)
 
     def _add(self, rank: Rank, key: Key, shape: Shape | None) -> None:
         present = self.states[rank].shapes.get(key)
         self._same(rank, key, present, shape)
-        self._write(rank, key, shape if present is None else present)
+        if key not in self.states[rank].shapes:
+            self._write(rank, key, shape)
+        elif present is None:
+            self.states[rank].shapes[key] = shape
 
     def _same(self, rank: Rank, key: Key, present: Shape | None, shape: Shape | None) -> None:
         if present is not None and shape is not None and present != shape:
@@ -250,7 +255,8 @@ class _Check:
             raise self._error(f"rank {rank}: {mine.kind} must fill the whole of {mine.target} from each member")
         if mine.kind == "reduce_scatter":
             return
-        if source is not None and any(slices != _whole(source) for _, slices in mine.send):
+        everything = _whole(_extent(mine.send[0][1]) if source is None else source)
+        if any(slices != everything for _, slices in mine.send):
             raise self._error(f"rank {rank}: {mine.kind} must send the whole of {mine.source}")
 
     # -- results ---------------------------------------------------------------------------------
@@ -270,9 +276,9 @@ class _Check:
             if left:
                 raise self._error(f"rank {rank} never frees {left[:4]}")
             for binding in program.parameters if program.loss is not None else ():
-                name = binding.gradient
-                if name and rank in program.slots[name].mesh and (name, ONCE) not in state.shapes:
-                    raise self._error(f"rank {rank} has no gradient in {name!r}")
+                slot = binding.gradient
+                if slot and rank in program.slots[slot].mesh and (slot, ONCE) not in state.shapes:
+                    raise self._error(f"rank {rank} has no gradient in {slot!r}")
 
 
 def variable_shapes(code: SegmentCode) -> dict[int, Shape]:

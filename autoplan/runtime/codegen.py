@@ -40,23 +40,21 @@ Segment = Callable[..., tuple[Tensor, ...]]
 # 1 to 2 microseconds less than through the OpOverload.  Only names whose binding is generated are listed
 # (`to`, `contiguous` are written by hand and differ), and whose defaults agree (those of losses do not).
 _FAST: dict[str, Any] = {
-    **dict.fromkeys(
-        ("linear", "gelu", "scaled_dot_product_attention", "silu", "log_sigmoid", "pad"),
-        torch._C._nn,
-    ),
-    **dict.fromkeys(
-        (
-            "add", "sub", "mul", "div", "neg", "pow", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "relu", "sin",
-            "cos", "abs", "addmm", "mm", "bmm", "matmul", "baddbmm", "layer_norm", "rms_norm", "batch_norm", "group_norm",
-            "embedding", "softmax", "log_softmax", "cat", "stack", "mean", "sum", "where", "triu", "tril", "conv1d",
-            "conv2d", "conv3d", "transpose", "permute", "unsqueeze", "squeeze", "select", "clone", "reshape",
-            "masked_fill", "index_select", "gather", "clamp", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and",
-            "logical_not", "flatten", "split_with_sizes", "unbind", "chunk", "cumsum", "amax", "max_pool2d",
-        ),
-        torch._C._VariableFunctions,
-    ),
-    **dict.fromkeys(("view", "expand", "unflatten"), torch._C.TensorBase),
-}  # fmt: skip
+    name: owner
+    for owner, names in {
+        torch._C._nn: "linear gelu scaled_dot_product_attention silu log_sigmoid pad",
+        torch._C._VariableFunctions: """
+            add sub mul div neg pow exp log sqrt rsqrt abs sin cos tanh sigmoid relu clamp where masked_fill
+            mm bmm matmul addmm baddbmm conv1d conv2d conv3d max_pool2d embedding
+            layer_norm rms_norm batch_norm group_norm softmax log_softmax mean sum amax cumsum
+            cat stack split_with_sizes chunk unbind select index_select gather triu tril clone
+            reshape flatten transpose permute unsqueeze squeeze
+            eq ne lt le gt ge bitwise_and logical_not
+        """,
+        torch._C.TensorBase: "view expand unflatten",
+    }.items()
+    for name in names.split()
+}
 
 
 def bind(target: str) -> Callable[..., Any]:
@@ -66,7 +64,7 @@ def bind(target: str) -> Callable[..., Any]:
     if namespace == "aten" and name in _FAST:
         found = getattr(_FAST[name], name, None)
         if found is not None:
-            return found  # type: ignore[no-any-return]
+            return found
     return _resolve(target)
 
 
@@ -135,7 +133,7 @@ def load(text: str, function: str) -> Segment:
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {"__name__": f"autoplan.segment.{function}"}
     exec(compile(text, file, "exec"), namespace)
-    return namespace[function]  # type: ignore[no-any-return]
+    return namespace[function]
 
 
 def source(segment: SegmentCode, device: torch.device) -> str:

@@ -78,12 +78,11 @@ class Engine:
                 owned.difference_update(outputs)
 
         def forward_and_keep() -> None:
-            leaves = [
-                buffers[key]
-                if buffers[key].requires_grad == wanted  # parameters are leaves already
-                else buffers[key].detach().requires_grad_(wanted)
-                for key, wanted in zip(inputs, differentiable, strict=True)
-            ]
+            leaves = []
+            for key, wanted in zip(inputs, differentiable, strict=True):
+                value = buffers[key]
+                # parameters are leaves already
+                leaves.append(value if value.requires_grad is wanted else value.detach().requires_grad_(wanted))
             if released:
                 with torch.enable_grad():
                     release = Release(leaves, released)
@@ -106,7 +105,9 @@ class Engine:
         identity = (op.segment, op.micro_batch)
         seeds = [(i, key) for i, key in enumerate(op.output_gradients) if key is not None]
         wanted = [
-            (i, key, torch_dtype(self.slots[key[0]].dtype)) for i, key in enumerate(op.input_gradients) if key is not None
+            (i, key, torch_dtype(self.slots[key[0]].dtype))
+            for i, key in enumerate(op.input_gradients)
+            if key is not None
         ]
 
         def backward() -> None:
@@ -128,7 +129,10 @@ class Engine:
                 found = (None,) * len(sources)
             for (_, key, dtype), leaf, grad in zip(wanted, sources, found, strict=True):
                 if grad is not None:
-                    store.add(key, grad, dtype)
+                    if key in buffers or grad.dtype is not dtype:
+                        store.add(key, grad, dtype)
+                    else:
+                        buffers[key] = grad
                 elif key not in buffers:
                     store.put(key, torch.zeros_like(leaf, dtype=dtype, requires_grad=False), owned=True)
 

@@ -25,7 +25,8 @@ def deliver(found: Iterable[tuple[ParameterShard, Tensor]]) -> None:
         if parameter.grad is not None:
             parameter.grad.add_(gradient)
             continue
-        gradient = gradient.to(parameter.dtype)
+        if gradient.dtype != parameter.dtype:
+            gradient = gradient.to(parameter.dtype)
         storage = gradient.untyped_storage()
         where = storage.data_ptr()
         if where in taken or storage.nbytes() != gradient.nbytes:

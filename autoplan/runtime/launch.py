@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -24,8 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoplan.runtime import progress
-from autoplan.runtime.lost import OBITUARY
+from autoplan.runtime import lost, progress
 from autoplan.runtime.process_groups import ProcessGroups
 from searchspace.errors import ExecutionError, RankLostError
 
@@ -144,10 +144,8 @@ class WorkerPool:
             self._group = (self._group[0] + 1, size)
         task = pickle.dumps((self._group, function, arguments))
         for worker in self._workers[:size]:
-            try:
+            with suppress(BrokenPipeError, ConnectionResetError):  # died since the last call: collecting notices
                 worker.connection.send_bytes(task)
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # it has died since the last call; collecting notices
         try:
             results, failures, dead = self._collect(size)
         except BaseException:  # Ctrl-C: nobody waits for the answers any more
@@ -219,13 +217,13 @@ class WorkerPool:
 
     def _publish(self, text: str) -> None:
         if self._store is not None:
-            dist.PrefixStore(f"group{self._group[0]}", self._store).set(OBITUARY, text)
+            self._store.set(lost.OBITUARY, text)
 
     def _failure(self, failures: dict[int, _Failure], dead: dict[int, str], size: int) -> BaseException:
         """What to raise; ends the workers unless all have failed alike, so that they are still in step."""
         alike = len(failures) == size and len({type(error) for error, _ in failures.values()}) == 1
-        lost = any(isinstance(error, RankLostError) for error, _ in failures.values())
-        if dead or lost or not alike:
+        out_of_touch = any(isinstance(error, RankLostError) for error, _ in failures.values())
+        if dead or out_of_touch or not alike:
             self._end()
         own = [rank for rank, (error, _) in failures.items() if not isinstance(error, RankLostError)]
         if own:  # the others only lost touch because of this one
@@ -257,7 +255,7 @@ def _serve(connection: Connection, settings: Sequence[Any], board: Any) -> None:
     rank, port, timeout_seconds, kind, threads = settings
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # no orphans
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     torch.set_num_threads(threads)
     progress.publish_to(board, rank)
@@ -268,6 +266,7 @@ def _serve(connection: Connection, settings: Sequence[Any], board: Any) -> None:
     if kind == "cuda":
         torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    lost.ask(store)
     present: tuple[int, int] | None = None
     while True:
         try:
@@ -286,6 +285,12 @@ def _serve(connection: Connection, settings: Sequence[Any], board: Any) -> None:
         connection.send_bytes(_packed(answer))
         if answer[0] == "failure" and isinstance(answer[1][0], RankLostError):
             os._exit(1)  # closes the connections, so that ranks that wait for this one notice
+
+
+def _end_with(parent: Any) -> None:
+    """No orphans: this process ends when its parent does, whatever it is doing."""
+    parent.join()
+    os._exit(1)
 
 
 def _enter_group(

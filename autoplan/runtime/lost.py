@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,9 +12,17 @@ from autoplan.runtime import progress
 from searchspace.errors import RankLostError
 
 OBITUARY = "autoplan/lost"
-"""Where a launcher that sees a rank die says so, in the store of the process group."""
+"""Where a launcher that sees a rank die says so, in its own store."""
+
+_launcher: dist.Store | None = None
 
 _SIGNS = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "remote process", "aborted")
+
+
+def ask(launcher: dist.Store) -> None:
+    """From now on ask this store about lost ranks."""
+    global _launcher
+    _launcher = launcher
 
 
 @contextmanager
@@ -31,10 +39,9 @@ def communicating(rank: int, what: str) -> Iterator[None]:
 
 
 def _obituary() -> str:
-    """What the launcher knows; it is asked briefly, since it may not have noticed yet."""
-    try:
-        store = dist.distributed_c10d._get_default_store()
-        store.wait([OBITUARY], timedelta(seconds=1))
-        return store.get(OBITUARY).decode()
-    except (RuntimeError, ValueError):
-        return "another rank died or stopped answering within the time-out"
+    """What the launcher knows; it is given a second, since it may not have noticed yet."""
+    if _launcher is not None:
+        with suppress(RuntimeError):
+            _launcher.wait([OBITUARY], timedelta(seconds=1))
+            return _launcher.get(OBITUARY).decode()
+    return "another rank died or stopped answering within the time-out"

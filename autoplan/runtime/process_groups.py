@@ -179,10 +179,14 @@ class ProcessGroups:
         assert target is not None
 
         def local() -> None:
-            held = None if source is None else store.buffers[source].detach()
-            pieces = [take(held, slices) for slices in cuts] if held is not None else []
-            if assembly.single and pieces[0].dtype == assembly.dtype and (not dies or pieces[0].shape == held.shape):
-                store.owned.discard(source)  # type: ignore[arg-type]
+            if source is None or not cuts:
+                store.put(target, assembly.build((), device), owned=True)
+                return
+            held = store.buffers[source].detach()
+            pieces = [take(held, slices) for slices in cuts]
+            same = assembly.single and held.dtype == assembly.dtype
+            if same and (not dies or pieces[0].shape == held.shape):
+                store.owned.discard(source)
                 store.put(target, pieces[0])
             else:  # a view of a dying buffer would keep all of it alive
                 store.put(target, assembly.build(pieces, device), owned=True)
@@ -203,7 +207,12 @@ class ProcessGroups:
             else:
                 result = torch.empty(held.shape, dtype=wire, device=held.device).copy_(held)
             work = dist.all_reduce(result, operation, group=group, async_op=True)
-            return lambda: (work.wait(), store.put(target, result.to(dtype), owned=True))[1]
+
+            def finish() -> None:
+                work.wait()
+                store.put(target, result.to(dtype), owned=True)
+
+            return finish
 
         return issue
 
@@ -221,16 +230,18 @@ class ProcessGroups:
         def issue() -> Finish:
             flat = _bytes(store.buffers[source], assembly.dtype)
             if straight:
-                result = torch.empty(assembly.shape, dtype=assembly.dtype, device=device)
-                work = _all_gather_single(_as_bytes(result), flat, group=group, async_op=True)
-                return lambda: (work.wait(), store.put(target, result, owned=True))[1]
-            if flat.numel() < longest:
-                flat = torch.cat([flat, flat.new_zeros(longest - flat.numel())])
-            gathered = torch.empty(longest * len(order), dtype=torch.uint8, device=device)
+                gathered = _as_bytes(torch.empty(assembly.shape, dtype=assembly.dtype, device=device))
+            else:
+                if flat.numel() < longest:
+                    flat = torch.cat([flat, flat.new_zeros(longest - flat.numel())])
+                gathered = torch.empty(longest * len(order), dtype=torch.uint8, device=device)
             work = _all_gather_single(gathered, flat, group=group, async_op=True)
 
             def finish() -> None:
                 work.wait()
+                if straight:
+                    store.put(target, gathered.view(assembly.dtype).view(assembly.shape), owned=True)
+                    return
                 parts = {
                     peer: _unpack(gathered[i * longest : i * longest + sizes[i]], arriving[peer], assembly.dtype)
                     for i, peer in enumerate(order)
@@ -445,5 +456,3 @@ def _unpack(message: Tensor, places: Sequence[Slices], dtype: torch.dtype) -> li
         (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype).view(extent(slices))
         for part, slices in zip(message.split(sizes), places, strict=True)
     ]
-
-

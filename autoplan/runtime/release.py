@@ -18,7 +18,7 @@ from torch import Tensor
 class _View(NamedTuple):
     """A saved tensor as a view of a released one."""
 
-    index: int
+    position: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -71,13 +71,13 @@ class Release:
         position, data = self._by_storage.get(saved.untyped_storage().data_ptr(), (0, None))
         if data is None or saved.dtype != data.dtype:
             return saved
-        offset = saved.storage_offset() - data.storage_offset()
+        offset = int(saved.storage_offset() - data.storage_offset())
         return _View(position, tuple(saved.shape), tuple(saved.stride()), offset)
 
     def _unpack(self, packed: Tensor | _View) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        source = self._present[packed.index].detach()
+        source = self._present[packed.position].detach()
         return source.as_strided(packed.size, packed.stride, source.storage_offset() + packed.offset)
 
 

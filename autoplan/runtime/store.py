@@ -16,7 +16,6 @@ from autoplan.runtime.release import Release
 from searchspace.program import Key
 
 
-
 @dataclass(slots=True)
 class Kept:
     """A segment that ran forward: outputs with their autograd graph, what went in, what was let go of."""

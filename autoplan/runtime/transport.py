@@ -11,8 +11,8 @@ from torch import Tensor
 
 from autoplan.runtime.codegen import SegmentCompiler
 from autoplan.runtime.store import Store
-from searchspace.program import Program, Rank
 from searchspace.layout import Shape
+from searchspace.program import Program, Rank
 
 
 class Runnable(Protocol):

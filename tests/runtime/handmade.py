@@ -22,7 +22,7 @@ from searchspace.program import (
 )
 from searchspace.rule import Rule
 
-Var = tuple[str, Shape]
+PLAIN = Context()
 
 
 class Code:
@@ -45,7 +45,7 @@ class Code:
         args: Sequence[Argument] | None = None,
         regions: Sequence[Region] | None = None,
         wholes: Sequence[Shape] | None = None,
-        context: Context = Context(),
+        context: Context = PLAIN,
         module: str = "",
     ) -> Code:
         for name, shape in outputs.items():
@@ -69,7 +69,9 @@ class Code:
         )
         return self
 
-    def build(self, outputs: Sequence[str], differentiable: Sequence[str] = (), gradients: Sequence[str] = ()) -> SegmentCode:
+    def build(
+        self, outputs: Sequence[str], differentiable: Sequence[str] = (), gradients: Sequence[str] = ()
+    ) -> SegmentCode:
         order = list(self.variables)
         return SegmentCode(
             self.name, tuple(self.operators), self.count, tuple(self.variables[n] for n in outputs),
@@ -110,11 +112,15 @@ def once(*names: str) -> tuple[Key, ...]:
     return tuple((name, ONCE) for name in names)
 
 
-def all_reduce(source: str, target: str, shape: Shape, group: Sequence[int], reduction: str = "sum", dtype: str = "float64") -> dict[int, Instruction]:
+def all_reduce(
+    source: str, target: str, shape: Shape, group: Sequence[int], reduction: str = "sum", dtype: str = "float64"
+) -> dict[int, Instruction]:
     full = whole(shape)
     entries = tuple((peer, full) for peer in group)
     return {
-        r: Exchange("all_reduce", tuple(group), (source, ONCE), (target, ONCE), entries, entries, reduction, shape, dtype)  # type: ignore[arg-type]
+        r: Exchange(
+            "all_reduce", tuple(group), (source, ONCE), (target, ONCE), entries, entries, reduction, shape, dtype
+        )  # type: ignore[arg-type]
         for r in group
     }
 
@@ -123,7 +129,9 @@ def parts(mesh: Mesh, layout: Layout, shape: Shape) -> list[Region]:
     return [region_of(whole(shape), layout, mesh, rank) for rank in mesh.devices]
 
 
-def all_gather(source: str, target: str, shape: Shape, mesh: Mesh, layout: Layout, dtype: str = "float64") -> dict[int, Instruction]:
+def all_gather(
+    source: str, target: str, shape: Shape, mesh: Mesh, layout: Layout, dtype: str = "float64"
+) -> dict[int, Instruction]:
     regions = parts(mesh, layout, shape)
     group = mesh.devices
     return {
@@ -136,7 +144,9 @@ def all_gather(source: str, target: str, shape: Shape, mesh: Mesh, layout: Layou
     }  # fmt: skip
 
 
-def reduce_scatter(source: str, target: str, shape: Shape, mesh: Mesh, layout: Layout, dtype: str = "float64", reduction: str = "sum") -> dict[int, Instruction]:
+def reduce_scatter(
+    source: str, target: str, shape: Shape, mesh: Mesh, layout: Layout, dtype: str = "float64", reduction: str = "sum"
+) -> dict[int, Instruction]:
     regions = parts(mesh, layout, shape)
     group = mesh.devices
     return {
@@ -148,7 +158,9 @@ def reduce_scatter(source: str, target: str, shape: Shape, mesh: Mesh, layout: L
     }  # fmt: skip
 
 
-def all_to_all(source: str, target: str, shape: Shape, mesh: Mesh, before: Layout, after: Layout, dtype: str = "float64") -> dict[int, Instruction]:
+def all_to_all(
+    source: str, target: str, shape: Shape, mesh: Mesh, before: Layout, after: Layout, dtype: str = "float64"
+) -> dict[int, Instruction]:
     from searchspace.layout import intersect, relative
 
     have, want = parts(mesh, before, shape), parts(mesh, after, shape)
@@ -170,14 +182,16 @@ def all_to_all(source: str, target: str, shape: Shape, mesh: Mesh, before: Layou
     return found
 
 
-def send_receive(source: str, target: str, shape: Shape, origin: int, goals: Sequence[int], dtype: str = "float64") -> dict[int, Instruction]:
+def send_receive(
+    source: str, target: str, shape: Shape, origin: int, goals: Sequence[int], dtype: str = "float64"
+) -> dict[int, Instruction]:
     group = (origin, *goals)
     full = whole(shape)
     found: dict[int, Instruction] = {
-        origin: Exchange("send_receive", group, (source, ONCE), None, tuple((g, full) for g in goals), (), None, shape, dtype)
+        origin: Exchange(
+            "send_receive", group, (source, ONCE), None, tuple((g, full) for g in goals), (), None, shape, dtype
+        )
     }
     for goal in goals:
         found[goal] = Exchange("send_receive", group, None, (target, ONCE), (), ((origin, full),), None, shape, dtype)
     return found
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from autoplan.search.uniform import named_plan
 from searchspace.conversion import ElementCount
 from searchspace.materialize import forward_program, refresh_program, train_program
 from searchspace.plan import ClusterInfo, Recipe
+
+RECIPE = Recipe()
+OPTIONS = RuntimeOptions()
 
 
 class Block(nn.Module):
@@ -65,6 +69,13 @@ def gpt(dtype: torch.dtype = torch.float64, batch: int = 7) -> tuple[nn.Module, 
     return model, {"ids": ids, "labels": labels}
 
 
+@cache
+def captured_gpt() -> Captured:
+    """Captured once in each process."""
+    model, batch = gpt()
+    return capture(model, (), batch)
+
+
 PLANS: dict[str, dict[str, Any]] = {
     "one": {},
     "one, micro-batches": {"micro_batches": 3},
@@ -84,7 +95,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def programs(captured: Captured, recipe: Recipe = Recipe(), **degrees: Any) -> Programs:
+def programs(captured: Captured, recipe: Recipe = RECIPE, **degrees: Any) -> Programs:
     """The programs of a uniform plan."""
     plan = named_plan(captured.graph, ClusterInfo(name="cpu:1x4", devices=4), recipe, **degrees)
     prices = ElementCount()
@@ -92,9 +103,8 @@ def programs(captured: Captured, recipe: Recipe = Recipe(), **degrees: Any) -> P
     return Programs(train, forward_program(captured.graph, plan, prices), refresh_program(captured.graph, plan, prices))
 
 
-def parallel_gpt(transport: Transport, options: RuntimeOptions = RuntimeOptions(), **degrees: Any) -> Parallel:
-    model, batch = gpt()
-    captured = capture(model, (), batch)
+def parallel_gpt(transport: Transport, options: RuntimeOptions = OPTIONS, **degrees: Any) -> Parallel:
+    captured = captured_gpt()
     return Parallel(captured, programs(captured, **degrees), transport, options)
 
 

@@ -22,7 +22,9 @@ def mlp() -> Code:
 
 
 def test_golden_text() -> None:
-    assert source(mlp().build(["y"]), CPU) == '''"""Segment block: 3 operators."""
+    assert (
+        source(mlp().build(["y"]), CPU)
+        == '''"""Segment block: 3 operators."""
 
 import torch
 
@@ -43,6 +45,7 @@ def block(x, w, b):
     del h, v_class
     return (y,)
 '''
+    )
 
 
 def test_computes_and_is_cached_by_text(tmp_path) -> None:

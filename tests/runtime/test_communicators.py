@@ -60,8 +60,7 @@ def moved(dtype: str) -> dict[str, tuple[Program, dict[int, Tensor]]]:
     found["send to three"] = (send_receive("x", "y", (3, 5), 2, [0, 1, 3], dtype), (R,), (3, 5), LINE)
     found["scalar"] = (send_receive("x", "y", (), 1, [3], dtype), (R,), (), LINE)
     return {
-        name: (partly(steps), local(mesh, layout, shape, dtype))
-        for name, (steps, layout, shape, mesh) in found.items()
+        name: (partly(steps), local(mesh, layout, shape, dtype)) for name, (steps, layout, shape, mesh) in found.items()
     }
 
 
@@ -77,7 +76,13 @@ def partly(steps: Mapping[int, Exchange]) -> Program:
 
 def reduced() -> dict[str, tuple[Program, dict[int, Tensor]]]:
     found = {}
-    for dtype, reduction in (("float64", "sum"), ("float32", "max"), ("bfloat16", "sum"), ("int64", "sum"), ("bool", "sum")):
+    for dtype, reduction in (
+        ("float64", "sum"),
+        ("float32", "max"),
+        ("bfloat16", "sum"),
+        ("int64", "sum"),
+        ("bool", "sum"),
+    ):
         for mesh in (LINE, MIXED):
             case = f"{dtype} {reduction} {mesh.devices}"
             exchange = all_reduce("x", "y", (5, 3), mesh.devices, reduction, dtype)
@@ -90,10 +95,7 @@ def reduced() -> dict[str, tuple[Program, dict[int, Tensor]]]:
                         shape = (2, 7)
                     exchange = reduce_scatter("x", "y", shape, mesh, layout, dtype, reduction)
                     found[f"reduce_scatter {case} {shape} {layout[0]}"] = (exchange, local(mesh, (R,), shape, dtype))
-    return {
-        name: (partly(steps), data)
-        for name, (steps, data) in found.items()
-    }
+    return {name: (partly(steps), data) for name, (steps, data) in found.items()}
 
 
 def in_process(case: Program, data: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
@@ -165,10 +167,12 @@ def test_several_entries_a_peer_self_copy_and_zeros(pool: WorkerPool) -> None:
     """Rank 0 sends two pieces to rank 1, keeps one itself; what nobody fills is zero."""
     x, y = ("x", ONCE), ("y", ONCE)
     rows = [((i, i + 1), (0, 3)) for i in range(4)]
+    out = ((1, rows[2]), (0, rows[1]), (1, rows[0]))
+    into = ((0, rows[0]), (0, rows[1]))
     steps = {
-        0: Exchange("send_receive", (0, 1), x, y, ((1, rows[2]), (0, rows[1]), (1, rows[0])), ((0, rows[3]),), None, (4, 3), "float64"),
-        1: Exchange("send_receive", (0, 1), None, y, (), ((0, rows[0]), (0, rows[1])), None, (4, 3), "float64"),
-    }  # fmt: skip
+        0: Exchange("send_receive", (0, 1), x, y, out, ((0, rows[3]),), None, (4, 3), "float64"),
+        1: Exchange("send_receive", (0, 1), None, y, (), into, None, (4, 3), "float64"),
+    }
     case, data = partly(steps), {0: values((4, 3), 0, "float32"), 1: values((4, 3), 1)}
     expected = in_process(case, data)
     first = torch.zeros(4, 3, dtype=torch.float64)
@@ -178,7 +182,7 @@ def test_several_entries_a_peer_self_copy_and_zeros(pool: WorkerPool) -> None:
     second[0], second[1] = data[0][2], data[0][0]
     assert expected[1].equal(second)
     for rank, found in enumerate(pool.run(on_this_rank, {"case": (case, data)})):
-        assert expected[rank] is None and found["case"] is None or found["case"].equal(expected[rank])
+        assert (expected[rank] is None and found["case"] is None) or found["case"].equal(expected[rank])
 
 
 def test_reduced_point_to_point(pool: WorkerPool) -> None:
