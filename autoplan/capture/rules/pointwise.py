@@ -123,7 +123,7 @@ def linear_sets(call: Call) -> tuple[tuple[int, ...], ...]:
     if name in _SUM_ALL:
         return ((0, 1),) if len(call.inputs) == 2 else ((0,),) if call.argument("other") == 0 else ()
     if name in _ALONE:
-        return ((0,),) if _widens(call.inputs[0].dtype, call.outputs[0].dtype) else ()
+        return ((0,),) if _keeps_sums(call.inputs[0].dtype, call.outputs[0].dtype) else ()
     if name in ("mul", "multiply"):
         return tuple((i,) for i in range(len(call.inputs)))
     if name in ("div", "divide", "true_divide"):
@@ -146,16 +146,17 @@ def linear_sets(call: Call) -> tuple[tuple[int, ...], ...]:
 
 
 def _adds_up(call: Call, index: int) -> bool:
-    return call.inputs[index].dtype != "bool" and _widens(call.inputs[index].dtype, call.outputs[0].dtype)
+    return call.inputs[index].dtype != "bool" and _keeps_sums(call.inputs[index].dtype, call.outputs[0].dtype)
 
 
-def _widens(source: str, target: str) -> bool:
-    """Whether casting parts of a sum loses nothing but rounding that the target's type has anyway."""
-    if source == target:
+def _keeps_sums(source: str, target: str) -> bool:
+    """Whether casting parts of a sum loses nothing but rounding that the target's type has anyway.
+
+    So a floating-point sum may be rounded part by part, and integers may not become narrower.
+    """
+    if source == target or _kind(source) < _kind(target):
         return True
-    if _kind(source) > _kind(target):
-        return False
-    return _kind(source) < _kind(target) or DTYPE_BYTES[source] < DTYPE_BYTES[target]
+    return _kind(source) == _kind(target) and (_kind(source) > 0 or DTYPE_BYTES[source] < DTYPE_BYTES[target])
 
 
 def _kind(dtype: str) -> int:
