@@ -29,7 +29,7 @@ def deliver(found: Iterable[tuple[ParameterShard, Tensor]]) -> None:
             gradient = gradient.to(parameter.dtype)
         storage = gradient.untyped_storage()
         where = storage.data_ptr()
-        if where in taken or storage.nbytes() != gradient.nbytes:
+        if where in taken or storage.nbytes() != gradient.nbytes or 0 in gradient.stride():  # 0: expanded
             gradient = gradient.clone(memory_format=torch.contiguous_format)
         taken.add(where)
         parameter.grad = gradient
