@@ -114,7 +114,7 @@ def _committer(cells: Sequence[Cell], commit: Commit) -> Any:
                 commit(result["result"], result["plan"])
 
         def on_trial_error(self, iteration: int, trials: Any, trial: Any, **_: Any) -> None:
-            message = f"worker lost: {_last_words(Path(trial.error_file))}"
+            message = f"worker failed: {_last_words(Path(trial.error_file))}"
             commit(CellResult.of(cells[trial.config["index"]], "failed", error=message), None)
 
     return Committer()

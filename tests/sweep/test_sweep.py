@@ -82,7 +82,7 @@ def test_every_cell_is_searched_once_and_failures_do_not_stop_the_others(
     by_cell = {(r.model, r.cluster, r.global_batch): r for r in done.results}
     assert by_cell["gpt-tiny", "h100:1x2", 16].missing_bytes == 3 * 2**30
     lost = by_cell["mlp-tiny", "h100:1x4", 16]
-    assert lost.status == "failed" and lost.error.startswith("worker lost: ") and done.failed == (lost,)
+    assert lost.status == "failed" and lost.error.startswith("worker failed: ") and done.failed == (lost,)
     assert [r.status for r in done.results].count("ok") == 9
     for result in done.results:
         assert done.plan(result) == (small_plan(result.cluster, result.global_batch) if result.status == "ok" else None)
