@@ -106,6 +106,15 @@ class Exploration:
         self._all_options(self.in_flight())
         return self._stages(self.limit).least_bytes(self.candidate.stages, self.in_flight())
 
+    def squeezed(self, pipeline: Pipeline) -> bool:
+        """Whether memory made some block slower than its fastest option."""
+        fastest = min(float(o.figures.seconds[self.kinds].sum()) for o in self.options)
+        used = 0.0
+        for stage in pipeline.stages:
+            for kind, option in zip(self.kinds[stage.first : stage.last], stage.options, strict=True):
+                used += float(self.options[option].figures.seconds[kind])
+        return used > fastest * 1.001
+
     # -- options ---------------------------------------------------------------------------------
 
     def _option(self, terms: Terms) -> Option:

@@ -1,57 +1,33 @@
-"""The search: candidates by lower bound, the promising ones explored, the best few built and refereed."""
+"""The search: candidates by estimate, the promising ones explored, the best few built and refereed."""
 
 from __future__ import annotations
 
+import heapq
 import importlib.metadata
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NoReturn
 
 from autoplan.search.bound import step_bound
-from autoplan.search.candidates import Candidate, candidates
+from autoplan.search.candidates import Candidate
+from autoplan.search.context import Context, SearchOptions
 from autoplan.search.explore import Exploration
-from autoplan.search.folding import Folding, fold
+from autoplan.search.known import known_plans
+from autoplan.search.referee import Judged, Referee
+from autoplan.search.screening import Screening
 from autoplan.search.stages import Pipeline
-from autoplan.search.strategies import Allow, everything
 from autoplan.search.uniform import named_plan
-from autoplan.search.wiring import with_gradient
 from costmodel.cluster import Cluster
-from costmodel.collectives import CommunicationPrices
-from costmodel.evaluate import Evaluation, evaluate
-from costmodel.model import CostModel
 from costmodel.units import bytes_text
-from searchspace.errors import AutoplanError, IllegalPlanError, InfeasibleError, SearchError
-from searchspace.graph import Graph, Operator
-from searchspace.mesh import Mesh
-from searchspace.microbatch import TimeAxis, time_axis
-from searchspace.plan import ClusterInfo, Plan, Recipe, RunnerUp, SearchRecord
-from searchspace.rebatch import rebatch
-from searchspace.resolve import resolve
+from searchspace.errors import IllegalPlanError, InfeasibleError, SearchError
+from searchspace.graph import Graph
+from searchspace.plan import Plan, Recipe, RunnerUp, SearchRecord
 
 Progress = Callable[[str, float | None], None]
 
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """What is searched, and how hard."""
-
-    zero: tuple[int, ...] = (0, 1, 2, 3)
-    """ZeRO levels that each parameter may choose from."""
-    recompute: bool = True
-    """Whether layers may be recomputed in backward."""
-    stages: tuple[int, ...] | None = None
-    """Numbers of pipeline stages to consider; all that divide the devices by default."""
-    micro_batches: tuple[int, ...] | None = None
-    """Numbers of micro-batches to consider; powers of two of samples by default."""
-    pins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Choices that must be kept: operator, then mesh axis, to the rule's label ("" for replication)."""
-    referees: int = 4
-    """How many candidates are built as complete plans and priced by the cost model's evaluation."""
-    fold: bool = True
-    """Whether repeated layers share one strategy."""
-    runners_up: bool = True
-    """Whether well-known uniform plans are priced for comparison."""
+SLACK = 1.02
+"""Estimates within this factor of the best are still worth a look: they are that inexact."""
 
 
 def search_plan(
@@ -79,310 +55,168 @@ def search_plan(
     Raises InfeasibleError when no plan fits (by how much, and what would make it fit), SearchError
     when a limit ended the search before any plan was found.
     """
-    return _Search(
-        graph,
-        cluster,
-        recipe,
-        memory_limit,
-        global_batch,
-        time_limit,
-        work_limit,
-        seed,
-        progress,
-        options or SearchOptions(),
-    ).run()
+    limits = Limits(time.monotonic(), time_limit, work_limit)
+    context = Context(graph, cluster, recipe, memory_limit, global_batch, options or SearchOptions())
+    search = _Search(context, limits, progress)
+    best = search.run()
+    return _recorded(context, best, search, seed)
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """A complete plan and what the referee says of it."""
+@dataclass
+class Limits:
+    """When to stop: ``explored`` counts candidates, ``status`` says which limit ended the search."""
 
-    name: str
-    plan: Plan
-    evaluation: Evaluation
-    fits: bool
+    start: float
+    seconds: float | None
+    work: int | None
+    explored: int = 0
+    status: str = "complete"
 
-
-class _Search:
-    def __init__(
-        self, graph: Graph, cluster: Cluster, recipe: Recipe, memory_limit: float | None, global_batch: int | None,
-        time_limit: float | None, work_limit: int | None, seed: int, progress: Progress | None, options: SearchOptions,
-    ) -> None:  # fmt: skip
-        self.start = time.monotonic()
-        batch = global_batch or recipe.global_batch or graph.batch
-        self.graph = graph if batch is None or batch == graph.batch else rebatch(graph, batch)
-        self.cluster, self.options, self.seed, self.progress = cluster, options, seed, progress
-        self.recipe = recipe.model_copy(update={"global_batch": batch})
-        self.info = ClusterInfo(name=cluster.name, devices=cluster.size)
-        self.time_limit, self.work_limit = time_limit, work_limit
-        usable = min(node.device.usable_memory for node in cluster.nodes)
-        self.limit = float(min(usable, memory_limit if memory_limit is not None else usable))
-        if self.limit <= 0:
-            raise SearchError(f"expected a memory limit > 0 bytes, got {memory_limit}")
-        self.prices = CommunicationPrices(cluster)
-        self.gradients = with_gradient(self.graph) if recipe.mode == "train" else frozenset()
-        self.folding: Folding = fold(self.graph, repeats=options.fold)
-        self.allow = _pinned(self.graph, self.folding, options.pins)
-        self.models: dict[int, CostModel | None] = {}
-        self.refused: dict[int, str] = {}
-        self.judged: list[_Judged] = []
-        self.status = "complete"
-
-    # -- the whole -------------------------------------------------------------------------------
-
-    def run(self) -> Plan:
-        found: list[tuple[float, Exploration, Pipeline]] = []
-        tight: list[Exploration] = []
-        try:
-            self._explore(found, tight)
-            self._referee(found)
-            if self.options.runners_up:
-                self._uniform(found)
-        except KeyboardInterrupt:
-            self.status = "interrupted"
-            if not any(j.fits for j in self.judged) and found:
-                self._judge_first(found)
-        fitting = [j for j in self.judged if j.fits]
-        if not fitting:
-            self._fail(found, tight)
-        best = min(fitting, key=lambda j: j.evaluation.seconds)
-        return self._finish(best)
-
-    # -- exploring -------------------------------------------------------------------------------
-
-    def _explore(self, found: list[tuple[float, Exploration, Pipeline]], tight: list[Exploration]) -> None:
-        ranked = self._ranked()
-        best = float("inf")
-        for done, (bound, candidate) in enumerate(ranked):
-            if bound >= best * 1.02 or self._over(done):
-                break
-            self._say(
-                f"{candidate}, best so far {best:.4g} s" if best < float("inf") else str(candidate), done / len(ranked)
-            )
-            exploration = self._exploration(candidate)
-            if exploration.bound() >= best * 1.02:
-                continue
-            pipeline = exploration.pipeline()
-            if pipeline is None:
-                tight.append(exploration)
-                continue
-            found.append((pipeline.seconds, exploration, pipeline))
-            best = min(best, pipeline.seconds)
-        found.sort(key=lambda item: item[0])
-
-    def _ranked(self) -> list[tuple[float, Candidate]]:
-        """Candidates with a lower bound: all compute at this micro-batch size, and the pipeline's ramp."""
-        blocks = len(self.folding.blocks)
-        ranked = []
-        for candidate in candidates(self.cluster, blocks, self.graph.batch, self._granule()):
-            if self.options.stages is not None and candidate.stages not in self.options.stages:
-                continue
-            if self.options.micro_batches is not None and candidate.micro_batches not in self.options.micro_batches:
-                continue
-            model = self._model(candidate.micro_batches)
-            if model is None:
-                continue
-            devices = candidate.outer * candidate.inner
-            ramp = (candidate.micro_batches + candidate.stages - 1) / candidate.stages
-            ranked.append((self._compute(candidate.micro_batches) / devices * ramp, candidate))
-        if not ranked:
-            raise SearchError(self._nothing_to_try())
-        return sorted(ranked)
-
-    def _granule(self) -> int:
-        for count in (2,):
-            model = self._model(count)
-            if model is not None:
-                return model.time.granule
-        return 1
-
-    def _nothing_to_try(self) -> str:
-        reasons = "; ".join(f"{m} micro-batches: {why}" for m, why in list(self.refused.items())[:3])
-        return (
-            f"no candidate for {self.graph.name} with a batch of {self.graph.batch} on {self.cluster.size} devices"
-            f" within the options given{': ' + reasons if reasons else ''}"
-        )
-
-    def _model(self, micro_batches: int) -> CostModel | None:
-        """The cost model at this number of micro-batches; None when the model refuses it."""
-        if micro_batches not in self.models:
-            try:
-                axis: TimeAxis = time_axis(self.graph, micro_batches)
-                self.models[micro_batches] = CostModel(self.graph, self.cluster, self.recipe, axis, self.prices)
-            except IllegalPlanError as error:
-                self.models[micro_batches] = None
-                self.refused[micro_batches] = str(error)
-        return self.models[micro_batches]
-
-    def _compute(self, micro_batches: int) -> float:
-        """Seconds of one micro-batch on one device, layers counted by kind."""
-        model = self._model(micro_batches)
-        assert model is not None
-        mesh = Mesh((("dp", 1),), (0,))
-        counts = self.folding.counts
-        seconds = 0.0
-        for block in {b.kind: b for b in self.folding.blocks}.values():
-            for name in block.operators:
-                op = self.graph.operator[name]
-                cost = model.operator(op, (op.rule.choices[""],), mesh)
-                seconds += counts[block.kind] * (cost.forward + cost.backward)
-        return seconds
-
-    def _exploration(self, candidate: Candidate) -> Exploration:
-        model = self._model(candidate.micro_batches)
-        assert model is not None
-        everywhere = sum(t.bytes for t in self.graph.of_kind("input", "buffer", "constant"))
-        training = self.recipe.mode == "train"
-        return Exploration(
-            candidate, self.graph, self.folding, model, self.gradients, self.allow, self.options.zero,
-            self.options.recompute and training, self.limit, float(everywhere),
-        )  # fmt: skip
-
-    def _over(self, done: int) -> bool:
-        if self.work_limit is not None and done >= self.work_limit:
+    def exploring_is_over(self) -> bool:
+        """Exploring leaves a part of the time for building plans."""
+        if self.work is not None and self.explored >= self.work:
             self.status = "work limit"
             return True
-        if self.time_limit is not None and time.monotonic() - self.start > 0.6 * self.time_limit:
+        return self._late(0.6)
+
+    def is_over(self) -> bool:
+        return self._late(1.0)
+
+    def _late(self, share: float) -> bool:
+        if self.seconds is not None and time.monotonic() - self.start > share * self.seconds:
             self.status = "time limit"
             return True
         return False
 
-    # -- judging ---------------------------------------------------------------------------------
 
-    def _referee(self, found: list[tuple[float, Exploration, Pipeline]]) -> None:
-        for number, (_, exploration, pipeline) in enumerate(found):
-            if number >= self.options.referees and any(j.fits for j in self.judged):
-                return
-            if any(j.fits for j in self.judged) and self._late():
-                return
-            self._say(f"building {exploration.candidate}", None)
-            self._judge(exploration, pipeline)
+@dataclass(order=True)
+class _Found:
+    """An explored candidate that fits, as estimated."""
 
-    def _judge_first(self, found: list[tuple[float, Exploration, Pipeline]]) -> None:
-        for _, exploration, pipeline in sorted(found, key=lambda item: item[0]):
-            self._judge(exploration, pipeline)
-            if any(j.fits for j in self.judged):
-                return
+    seconds: float
+    number: int
+    exploration: Exploration = field(compare=False)
+    pipeline: Pipeline = field(compare=False)
 
-    def _judge(self, exploration: Exploration, pipeline: Pipeline) -> None:
-        """Build, price and, where the estimate of memory was wrong, cut again with the error reserved."""
-        reserve = 0.0
-        for _ in range(4):
-            plan = exploration.plan(pipeline, self.info, self.recipe)
-            judged = self._price(str(exploration.candidate), plan, exploration.model)
-            self.judged.append(judged)
-            excess = max(
-                peak - stage.bytes for peak, stage in zip(judged.evaluation.peak_bytes, pipeline.stages, strict=True)
+
+class _Search:
+    def __init__(self, context: Context, limits: Limits, progress: Progress | None) -> None:
+        self.context, self.limits, self.progress = context, limits, progress
+        self.referee = Referee(context)
+        self.found: list[_Found] = []
+        self.tight: list[Exploration] = []
+
+    def run(self) -> Judged:
+        """Explore, build, compare; Ctrl-C keeps the best plan so far."""
+        try:
+            self._explore()
+            self._build()
+            if self.context.options.runners_up:
+                self._compare()
+        except KeyboardInterrupt:
+            self.limits.status = "interrupted"
+            if self.referee.best is None:
+                self._build()
+        best = self.referee.best
+        if best is None:
+            self._fail()
+        return best
+
+    # -- exploring -------------------------------------------------------------------------------
+
+    def _explore(self) -> None:
+        """Family by family (one mesh each), along the number of micro-batches while it improves."""
+        families = Screening(self.context).families()
+        total = sum(map(len, families))
+        for family in families:
+            self._descend(family, total)
+        self.found.sort()
+
+    def _descend(self, family: list[tuple[float, Candidate]], total: int) -> None:
+        start = min(range(len(family)), key=lambda i: family[i])
+        pending, seen = [(family[start][0], start)], {start}
+        best_here = float("inf")
+        while pending:
+            estimate, at = heapq.heappop(pending)
+            best = self.found_best()
+            if estimate >= best * SLACK or self.limits.exploring_is_over():
+                return
+            candidate = family[at][1]
+            self._say(
+                f"{candidate}" + (f", best so far {best:.4g} s" if self.found else ""), self.limits.explored / total
             )
-            if judged.fits and excess >= reserve - 0.01 * self.limit:
-                return
-            if judged.fits and not pipeline_is_squeezed(exploration, pipeline):
-                return
-            reserve = max(excess, reserve + 0.01 * self.limit) if not judged.fits else excess
-            again = exploration.pipeline(reserve)
-            if again is None or again == pipeline:
-                return
-            pipeline = again
+            seconds = self._look(candidate, best)
+            if seconds is None or seconds < best_here:
+                best_here = min(best_here, seconds or best_here)
+                for neighbour in (at - 1, at + 1):
+                    if 0 <= neighbour < len(family) and neighbour not in seen:
+                        seen.add(neighbour)
+                        heapq.heappush(pending, (family[neighbour][0], neighbour))
 
-    def _price(self, name: str, plan: Plan, model: CostModel) -> _Judged:
-        evaluation = evaluate(resolve(self.graph, plan), self.cluster, self.recipe, model=model)
-        fits = evaluation.fits and max(evaluation.peak_bytes) <= self.limit
-        return _Judged(name, plan.replace(prediction=evaluation.prediction()), evaluation, fits)
+    def _look(self, candidate: Candidate, best: float) -> float | None:
+        """The estimate of an explored candidate (of its bound when that is hopeless); None when it does not fit."""
+        self.limits.explored += 1
+        exploration = self.context.exploration(candidate)
+        bound = exploration.bound()
+        if bound >= best * SLACK:
+            return bound
+        pipeline = exploration.pipeline()
+        if pipeline is None:
+            self.tight.append(exploration)
+            return None
+        self.found.append(_Found(pipeline.seconds, len(self.found), exploration, pipeline))
+        return pipeline.seconds
 
-    def _late(self) -> bool:
-        return self.time_limit is not None and time.monotonic() - self.start > self.time_limit
+    def found_best(self) -> float:
+        return min((f.seconds for f in self.found), default=float("inf"))
 
-    # -- known plans -----------------------------------------------------------------------------
+    # -- building --------------------------------------------------------------------------------
 
-    def _uniform(self, found: list[tuple[float, Exploration, Pipeline]]) -> None:
-        """Price what a person would try first; a plan that is better than all others is taken."""
-        for name, settings in self._known_plans(found):
-            if self._late():
+    def _build(self) -> None:
+        """Referee the best estimates; more of them only while nothing fits."""
+        for number, found in enumerate(sorted(self.found)):
+            best = self.referee.best
+            if best is not None and (
+                number >= self.context.options.referees
+                or self.limits.is_over()
+                or found.seconds >= best.evaluation.seconds
+            ):
                 return
-            self._say(f"pricing {name}", None)
-            count = settings.get("micro_batches", 1)
-            model = self._model(int(count))
-            if model is None:
+            self._say(f"building {found.exploration.candidate}", None)
+            self.referee.judge(found.exploration, found.pipeline)
+
+    def _compare(self) -> None:
+        """Price well-known plans; one that is better than all others is taken."""
+        context = self.context
+        for known in known_plans(context, self.found[0].exploration.candidate if self.found else None):
+            model = context.model(known.micro_batches)
+            if model is None or self.limits.is_over():
                 continue
+            self._say(f"pricing {known.name}", None)
             try:
-                plan = named_plan(self.graph, self.info, self.recipe, folding=self.folding, **settings)
-                self.judged.append(self._price(name, plan, model))
-            except AutoplanError:
-                continue  # illegal for this model or batch
-
-    def _known_plans(self, found: list[tuple[float, Exploration, Pipeline]]) -> list[tuple[str, dict[str, Any]]]:
-        size, batch = self.cluster.size, self.graph.batch or 1
-        per_node = min(node.count for node in self.cluster.nodes)
-        if size == 1:
-            return []
-        train = self.recipe.mode == "train"
-        plans: list[tuple[str, dict[str, Any]]] = [("DP", {"dp": size})]
-        if train:
-            plans.append(("FSDP", {"dp": size, "zero": 3, "recompute": self.options.recompute}))
-        if size <= per_node:
-            plans.append((f"Megatron TP{size}", {"tp": size}))
-        elif batch > 1:
-            stages = size // per_node
-            plans.append(
-                (
-                    f"Megatron TP{per_node}xPP{stages}",
-                    {"tp": per_node, "pp": stages, "micro_batches": batch, "sequence": True},
+                plan = named_plan(
+                    context.graph, context.info, context.recipe, folding=context.folding, **known.settings
                 )
-            )
-        if found:
-            best = found[0][1].candidate
-            shape = {"dp": best.outer, "tp": best.inner, "pp": best.stages, "micro_batches": best.micro_batches}
-            name = "x".join(f"{k.upper()}{v}" for k, v in shape.items() if k != "micro_batches" and v > 1)
-            plans.append(
-                (
-                    f"uniform {name or 'single device'}",
-                    {**shape, "sequence": best.inner > 1, "zero": 1 if train and best.outer > 1 else 0},
-                )
-            )
-        return plans
+                self.referee.price(known.name, plan, model)
+            except IllegalPlanError:
+                continue  # too small a model or batch for it
 
-    # -- ending ----------------------------------------------------------------------------------
-
-    def _finish(self, best: _Judged) -> Plan:
-        seconds = best.evaluation.seconds
-        bound = min(step_bound(self.graph, self.cluster, self.recipe, self.prices), seconds)
-        names: dict[str, RunnerUp] = {}
-        for judged in sorted(self.judged, key=lambda j: (not j.fits, j.evaluation.seconds)):
-            if judged is not best:
-                runner = RunnerUp(
-                    name=judged.name,
-                    seconds=judged.evaluation.seconds,
-                    peak_bytes=max(judged.evaluation.peak_bytes),
-                    fits=judged.fits,
-                )
-                names.setdefault(judged.name, runner)
-        record = SearchRecord(
-            seed=self.seed,
-            seconds=time.monotonic() - self.start,
-            bound_seconds=bound,
-            gap=(seconds - bound) / seconds if seconds > 0 else 0.0,
-            status=self.status,
-            versions={name: _version(name) for name in ("autoplan-torch", "numpy", "ortools", "scipy")},
-            runners_up=tuple(names.values()),
-        )
-        return best.plan.replace(prediction=best.plan.prediction, search=record)
-
-    def _fail(self, found: list[tuple[float, Exploration, Pipeline]], tight: list[Exploration]) -> None:
-        if self.status != "complete" and not self.judged:
-            raise SearchError(f"the {self.status} ended the search before any plan was found")
-        needs = [(e.least_bytes(), e.candidate) for e in tight] + [
-            (float(max(j.evaluation.peak_bytes)), None) for j in self.judged
-        ]
-        need, candidate = min(needs, key=lambda item: item[0])
-        devices = self.cluster.size
-        while devices < 1 << 20 and need * self.cluster.size / devices > self.limit:
+    def _fail(self) -> NoReturn:
+        context = self.context
+        if self.limits.status != "complete" and not self.referee.judged:
+            raise SearchError(f"the search ended ({self.limits.status}) before any plan was found")
+        needs = [(e.least_bytes(), str(e.candidate)) for e in self.tight]
+        needs += [(float(max(j.evaluation.peak_bytes)), j.name) for j in self.referee.judged]
+        need, name = min(needs)
+        need = max(need, context.limit + 1)
+        devices = context.cluster.size
+        while need * context.cluster.size > context.limit * devices:
             devices *= 2
         raise InfeasibleError(
-            f"no plan for {self.graph.name} fits in the memory of {self.cluster.name}: the smallest needs "
-            f"{bytes_text(need)} per device{f' ({candidate})' if candidate else ''}, "
-            f"the limit is {bytes_text(self.limit)}, so {bytes_text(need - self.limit)} are missing. "
-            f"It would fit in devices with {bytes_text(need)}, or in about {devices} devices of this kind; "
-            "a smaller batch also needs less"
+            f"no plan for {context.graph.name} fits in the memory of {context.cluster.name}: the smallest ({name}) "
+            f"needs {bytes_text(need)} per device, the limit is {bytes_text(context.limit)}, so "
+            f"{bytes_text(need - context.limit)} are missing. It would fit in devices with {bytes_text(need)}, "
+            f"or in about {devices} devices of this kind; a smaller batch also needs less"
         )
 
     def _say(self, text: str, share: float | None) -> None:
@@ -390,36 +224,26 @@ class _Search:
             self.progress(text, share)
 
 
-def pipeline_is_squeezed(exploration: Exploration, pipeline: Pipeline) -> bool:
-    """Whether memory made some block slower than its fastest option."""
-    fastest = min(float(o.figures.seconds[exploration.kinds].sum()) for o in exploration.options)
-    used = 0.0
-    for stage in pipeline.stages:
-        for kind, option in zip(exploration.kinds[stage.first : stage.last], stage.options, strict=True):
-            used += float(exploration.options[option].figures.seconds[kind])
-    return used > fastest * 1.001
-
-
-def _pinned(graph: Graph, folding: Folding, pins: Mapping[str, Mapping[str, str]]) -> Allow:
-    """``everything`` within what ``pins`` fix; a pin holds for all operators of the group."""
-    fixed: dict[object, dict[str, str]] = {}
-    for name, entry in pins.items():
-        if name not in graph.operator:
-            raise SearchError(f"pinned operator {name!r} is not in the model")
-        rule = graph.operator[name].rule
-        for axis, label in entry.items():
-            if label not in rule.choices:
-                raise SearchError(
-                    f"operator {name!r} cannot be pinned to {label!r} on axis {axis!r}: "
-                    f"its rule {rule.text!r} allows {sorted(rule.choices)}"
-                )
-        fixed.setdefault(folding.groups[name], {}).update(entry)
-
-    def allow(op: Operator, axis: str, label: str) -> bool:
-        entry = fixed.get(folding.groups[op.name], {})
-        return label == entry[axis] if axis in entry else everything(op, axis, label)
-
-    return allow
+def _recorded(context: Context, best: Judged, search: _Search, seed: int) -> Plan:
+    """The plan with the record of how it was found."""
+    seconds = best.evaluation.seconds
+    bound = min(step_bound(context.graph, context.cluster, context.recipe, context.prices), seconds)
+    others: dict[str, RunnerUp] = {}
+    for judged in sorted(search.referee.judged, key=lambda j: (not j.fits, j.evaluation.seconds)):
+        if judged.name != best.name:
+            peak = max(judged.evaluation.peak_bytes)
+            runner = RunnerUp(name=judged.name, seconds=judged.evaluation.seconds, peak_bytes=peak, fits=judged.fits)
+            others.setdefault(judged.name, runner)
+    record = SearchRecord(
+        seed=seed,
+        seconds=time.monotonic() - search.limits.start,
+        bound_seconds=bound,
+        gap=(seconds - bound) / seconds if seconds > 0 else 0.0,
+        status=search.limits.status,
+        versions={name: _version(name) for name in ("autoplan-torch", "numpy", "ortools", "scipy")},
+        runners_up=tuple(others.values()),
+    )
+    return best.plan.replace(prediction=best.plan.prediction, search=record)
 
 
 def _version(name: str) -> str:
