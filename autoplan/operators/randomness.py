@@ -74,6 +74,7 @@ def _hashes(operator: int, starts: Sequence[int], shape: Sequence[int], device: 
     return words
 
 
+@torch.compiler.disable  # the step is no constant
 def keep_mask(p: float, operator: int, starts: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
     """True with probability ``1 - p`` (rounded to a multiple of 2^-16), for the block at ``starts``."""
     if not shape:
@@ -113,6 +114,7 @@ def dropout(x: Tensor, p: float, operator: int, starts: Sequence[int]) -> Tensor
     return _Dropout.apply(x, p, operator, starts)
 
 
+@torch.compiler.disable
 def _uniform(operator: int, starts: Sequence[int], shape: Sequence[int], device: torch.device) -> Tensor:
     """float64 in (0, 1), multiples of 2^-53 shifted by half of one."""
     words = _hashes(operator, starts, shape, device)
