@@ -193,6 +193,9 @@ class GraphBuilder:
                 raise CaptureError(
                     f"operator {call.target} in module {self.module!r} fails on {call.inputs}: {error}"
                 ) from error
+        written = [i for i, fake in enumerate(fakes) if fake._version]
+        if written:
+            raise CaptureError(f"operator {call.target} writes to its inputs {written}, which its schema does not say")
         several = isinstance(returned, list | tuple)
         results = list(returned) if several else [returned]
         if not all(isinstance(result, torch.Tensor) for result in results):

@@ -278,14 +278,20 @@ def writes(target: str) -> tuple[str, ...]:
 
 
 def out_of_place(target: str) -> str:
-    """The operator that computes what the in-place ``target`` writes to its first argument; or CaptureError."""
+    """The operator that computes what the in-place ``target`` writes; or CaptureError.
+
+    What is written is the first argument or, for operators with an ``out`` argument, that one.
+    """
     namespace, packet, name = target.split(".")
-    plain = packet.replace("__i", "__") if packet.startswith("__i") else packet.removesuffix("_")
-    plain = {"normal": "normal_functional", "set": packet}.get(plain, plain)  # set_ exchanges memory
-    types = _types(target)
-    operators = getattr(torch.ops, namespace)
-    first = types[0] == "Tensor" and writes(target) == (schema(target).arguments[0].name,)
-    if first and plain != packet and hasattr(operators, plain):
+    operators, arguments, types = getattr(torch.ops, namespace), schema(target).arguments, _types(target)
+    if writes(target) == ("out",) and arguments[-1].name == "out":
+        plain, types = packet, types[:-1]
+    elif writes(target) == (arguments[0].name,) and types[0] == "Tensor":
+        plain = packet.replace("__i", "__") if packet.startswith("__i") else packet.removesuffix("_")
+        plain = {"normal": "normal_functional", "set": ""}.get(plain, plain)  # set_ exchanges memory
+    else:
+        plain = ""
+    if hasattr(operators, plain):
         overloads = getattr(operators, plain).overloads()
         for candidate in sorted(overloads, key=lambda other: other != name):  # the same name first
             found = f"{namespace}.{plain}.{candidate}"

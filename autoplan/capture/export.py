@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autoplan.capture.builder import dtype_name
 from autoplan.capture.guards import Places, guarded_functions, reworded
 from autoplan.capture.signature import CallSignature
 from autoplan.capture.standin import stand_ins
 from autoplan.capture.structure import Structure, flatten, holds_tensors, is_cache
 from searchspace.errors import CaptureError
+from searchspace.graph import Context
 
-MODEL, LOSS = "model", "loss"
-"""Attribute names under which the wrapper holds the model and the loss; prefixes of module paths in the export."""
+MODEL = "model"
+"""The attribute under which the wrapper holds the model: prefix of names and module paths in the export."""
+CONTEXT = "autoplan_context"
+"""The key of a traced node's :class:`~searchspace.graph.Context` in its ``meta``."""
 
 
 @dataclass
@@ -72,7 +76,7 @@ class _Wrapper(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, loss_args = self.signature.rebuild(tensors)
-        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        context: AbstractContextManager[Any] = nullcontext()
         if self.autocast is not None:
             context = torch.autocast(self.autocast, dtype=torch.bfloat16, cache_enabled=False)
         with context:
@@ -147,7 +151,7 @@ def trace(
         wrapper.training = model.training
         printed = io.StringIO()  # torch prints the unfinished graph when it fails
         try:
-            with guarded_functions(places), torch.enable_grad(), contextlib.redirect_stderr(printed):
+            with guarded_functions(places), recorded_contexts(device), torch.enable_grad(), redirect_stderr(printed):
                 program = torch.export.export(wrapper, inputs, strict=False)
         except Exception as error:
             raise reworded(error, places) from error
@@ -155,7 +159,28 @@ def trace(
     return Trace(program, wrapper.outputs)
 
 
-@contextlib.contextmanager
+@contextmanager
+def recorded_contexts(device: str) -> Iterator[None]:
+    """While active, every traced node remembers the gradient and autocast mode it was made in (``meta[CONTEXT]``).
+
+    Export wraps such regions into subgraphs, but loses the inner one where they are nested.
+    """
+    create = fx.proxy.TracerBase.create_node
+
+    def create_node(self: fx.Tracer, *args: Any, **kwargs: Any) -> fx.Node:
+        node = create(self, *args, **kwargs)
+        autocast = dtype_name(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+        node.meta[CONTEXT] = Context(no_grad=not torch.is_grad_enabled(), autocast=autocast)
+        return node
+
+    fx.proxy.TracerBase.create_node = create_node  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        fx.proxy.TracerBase.create_node = create  # type: ignore[method-assign]
+
+
+@contextmanager
 def _tracing_settings() -> Iterator[None]:
     """No shortcuts that look at data: fused inference kernels of attention modules, and the guess of a Transformer
     module that its mask is causal (the mask itself is used, so that nothing changes).  No warnings about tracing."""

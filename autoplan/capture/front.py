@@ -63,6 +63,7 @@ def capture(
     floating = torch.bfloat16 if precision == "bf16" else None
     signature = sign(args, kwargs, loss_args, batch_dims=batch_dims, floating=floating)
     where = device or device_type(model, _tensors(args, kwargs, loss_args))
+    _check_device(where)
     inventory = Inventory.of(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     traced = trace(
@@ -100,6 +101,12 @@ def _check_options(mode: str, precision: str, loss_fn: Any) -> None:
         raise CaptureError(f"expected loss_fn to be a function of the model's output, got {type(loss_fn).__name__}")
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise CaptureError("loss_fn is a module with parameters; make it a part of the model and return the loss")
+
+
+def _check_device(device: str) -> None:
+    """Torch's own fake tensors crash the process on a kind of device that the machine lacks."""
+    if device != "cpu" and not (getattr(torch, device, None) and getattr(torch, device).is_available()):
+        raise CaptureError(f"expected a type of device that this machine has, such as 'cpu', got {device!r}")
 
 
 def _tensors(*values: Any) -> list[torch.Tensor]:

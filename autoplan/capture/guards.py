@@ -42,12 +42,33 @@ def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         hint = "put it into the forward of a torch.nn.Module" if callable(model) else "pass the module itself"
         raise CaptureError(f"expected a torch.nn.Module, got {kind}: {hint}")
+    registered = {id(parameter) for parameter in model.parameters()}
     for path, module in model.named_modules():
         _check_module(path, module)
+        for name, value in module.__dict__.items():
+            if _trained(value, registered):
+                raise CaptureError(
+                    f"attribute {name!r} of {_where(path)} holds a trained tensor that is not registered (and that "
+                    "model.parameters() does not give); use nn.Parameter, nn.ParameterList or nn.ParameterDict"
+                )
+
+
+def _trained(value: Any, registered: set[int], depth: int = 3) -> bool:
+    """Whether there is a leaf tensor that requires a gradient, but is no registered parameter."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad and value.is_leaf and id(value) not in registered
+    if depth and isinstance(value, list | tuple | dict):
+        items = value.values() if isinstance(value, dict) else value
+        return any(_trained(item, registered, depth - 1) for item in items)
+    return False
+
+
+def _where(path: str) -> str:
+    return f"module {path!r}" if path else "the model"
 
 
 def _check_module(path: str, module: nn.Module) -> None:
-    where = f"module {path!r}" if path else "the model"
+    where = _where(path)
     for base in type(module).__mro__:
         if base.__name__ in _WRAPPERS:
             raise CaptureError(
@@ -143,7 +164,8 @@ def guarded_functions(places: Places) -> Iterator[None]:
     """While active, a custom autograd.Function is refused: export would drop its backward without a word.
 
     Activation checkpointing (reentrant) is such a function too, but only runs another one: its region is
-    traced as if it were not checkpointed.
+    traced as if it were not checkpointed.  The backward of operators registered with ``torch.library`` is one
+    as well; such an operator is captured whole.
     """
     original = torch.autograd.Function.__dict__["apply"]
 
@@ -151,6 +173,8 @@ def guarded_functions(places: Places) -> Iterator[None]:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             run, _, *rest = args
             return run(*rest)
+        if cls.__module__ == "torch._library.autograd":
+            return original.__func__(cls, *args, **kwargs)
         raise CaptureError(
             f"custom autograd function {cls.__module__}.{cls.__qualname__} {places.here()}: its backward cannot be "
             "captured; write it with plain torch operators, or register the function as a composite operator with "
@@ -187,6 +211,10 @@ _SHAPE = (
     "a shape depends on the value of a tensor",
     "use a mask or torch.where instead of selecting by data (nonzero, unique, boolean indexing)",
 )
+_NUMBER = (
+    "a number is read from a tensor",
+    "what depends on it cannot be captured (item, tolist, int, float); keep it a tensor, or pass the number itself",
+)
 _HINTS = {
     "GuardOnDataDependentSymNode": _BRANCH,
     "DataDependentOutputException": _BRANCH,
@@ -195,9 +223,10 @@ _HINTS = {
 }
 
 
-def data_dependent_shape(target: str, place: str) -> CaptureError:
-    """The error for an operator whose result has a shape that only the data knows."""
-    return CaptureError(f"{_SHAPE[0]} {place}: {_SHAPE[1]} ({target})")
+def data_dependent(target: str, number: bool, place: str) -> CaptureError:
+    """The error for an operator whose result is a number, or has a shape, that only the data knows."""
+    what, hint = _NUMBER if number else _SHAPE
+    return CaptureError(f"{what} {place}: {hint} ({target})")
 
 
 def _causes(error: BaseException) -> list[BaseException]:

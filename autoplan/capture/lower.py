@@ -1,6 +1,6 @@
 """Lowering: the exported program becomes a graph.
 
-Regions without gradient and with autocast are inlined with their context, in-place operators become
+Regions without gradient and with autocast are inlined (each node knows its context), in-place operators become
 out-of-place ones, buffers that were written become updates, and every call passes through the folds
 (:mod:`autoplan.capture.canonical`), the rewrites, and the builder.
 """
@@ -8,7 +8,7 @@ out-of-place ones, buffers that were written become updates, and every call pass
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,16 @@ from autoplan.capture.aliasing import SELF, Alias, View, picked
 from autoplan.capture.builder import GraphBuilder, Value, dtype_name, torch_dtype
 from autoplan.capture.call import Rewrite, schema
 from autoplan.capture.canonical import DEVICE, DROPPED, FOLDS, out_of_place, writes
-from autoplan.capture.export import MODEL
+from autoplan.capture.export import CONTEXT, MODEL
 from searchspace.errors import CaptureError
 from searchspace.graph import Context, Symbol
 
-PLAIN = Context()
+_REGIONS = {
+    torch.ops.higher_order.wrap_with_set_grad_enabled: 1,
+    torch.ops.higher_order.wrap_with_autocast: 4,
+}
+"""Operators that run a subgraph in a context, and which argument the subgraph is; its inputs follow."""
+
 Entry = Any
 """What a traced node stands for: an Alias, a tuple of entries, _Unknown, or a plain value."""
 
@@ -95,7 +100,7 @@ class Lowering:
         self.builder = builder
         self.call = Emitter(builder, rewrites)
 
-    def run(self, graph_module: fx.GraphModule, inputs: list[Entry], context: Context = PLAIN) -> tuple[Entry, ...]:
+    def run(self, graph_module: fx.GraphModule, inputs: Sequence[Entry]) -> tuple[Entry, ...]:
         """Lower one (sub)graph; returns the entries of its outputs."""
         env: dict[fx.Node, Entry] = {}
         supply = iter(inputs)
@@ -110,7 +115,7 @@ class Lowering:
             else:
                 path = module_path(node)
                 module = module if path is None else path
-                with self.builder.at(module, context):
+                with self.builder.at(module, node.meta.get(CONTEXT, self.builder.context)):
                     env[node] = self._located(node, env)
         raise CaptureError("the exported graph has no output")
 
@@ -128,23 +133,17 @@ class Lowering:
         args, kwargs = mapped
         if node.target is operator.getitem:
             return args[0][args[1]]
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            enabled, inner, *rest = args
-            before = self.builder.context
-            return self.run(inner, rest, Context(no_grad=not enabled, autocast=before.autocast))
-        if node.target is torch.ops.higher_order.wrap_with_autocast:
-            device, dtype, enabled, _, inner, *rest = args
-            before = self.builder.context
-            autocast = dtype_name(dtype or torch.get_autocast_dtype(device)) if enabled else None
-            here = device == self.builder.device
-            return self.run(inner, rest, Context(before.no_grad, autocast if here else before.autocast))
+        if node.target in _REGIONS:
+            first = _REGIONS[node.target]
+            return self.run(args[first], args[first + 1 :])
         if not isinstance(node.target, torch._ops.OpOverload):
             unknown = _first_unknown((args, kwargs))
             if unknown is not None or isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
                 return unknown or _Unknown(_data_dependent(node, self.builder.module))
             name = getattr(node.target, "__name__", str(node.target))
             raise CaptureError(
-                f"{name} cannot be captured (control flow operators and nested graphs are not supported)"
+                f"{name} cannot be captured; control flow operators (torch.cond) and transforms (torch.vmap, "
+                "torch.func) are not supported, write the model without them or make the module a composite operator"
             )
         target = qualified_name(node.target)
         if target in DROPPED:
@@ -159,11 +158,10 @@ class Lowering:
     def _operator(self, node: fx.Node, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         if target == "aten.detach_.default":
             target = "aten.detach.default"
-        written = writes(target)
-        if not written and target == "aten.batch_norm.default" and args[5] and args[3] is not None:
-            return self._batch_norm(args)
-        if written:
+        if writes(target):
             return self._write(target, args, kwargs)
+        if target in ("aten.batch_norm.default", "aten.instance_norm.default") and args[5] and args[3] is not None:
+            return self._batch_norm(args) if "batch" in target else self._instance_norm(args)
         values, keywords = self._read(args), self._read(kwargs)
         result = self.call(target, *values, **keywords)
         _check(node, result)
@@ -172,7 +170,8 @@ class Lowering:
     def _write(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         """An in-place operator: compute the new value, and let all that share memory see it."""
         functional = out_of_place(target)
-        written = args[0]
+        kwargs = dict(kwargs)
+        written = kwargs.pop("out") if "out" in writes(target) else args[0]
         if written.memory.fixed:
             raise CaptureError(written.memory.fixed)
         before = self.read(written)
@@ -200,6 +199,22 @@ class Lowering:
             y, new_mean, new_variance = result
         self._store(mean, new_mean)
         self._store(variance, new_variance)
+        return Alias.fresh(y)
+
+    def _instance_norm(self, args: tuple[Any, ...]) -> Entry:
+        """Instance norm that keeps running statistics: averages over the batch of each instance's own."""
+        x, weight, bias, mean, variance, _, momentum, eps, *_ = args
+        read = self._read((x, weight, bias))
+        y = self.call("aten.instance_norm.default", *read, None, None, True, momentum, eps, False)
+        with self.builder.at(self.builder.module, Context(no_grad=True)):
+            inside = tuple(range(2, len(read[0].shape)))
+            for running, statistic in (
+                (mean, self.call("aten.mean.dim", read[0], inside)),
+                (variance, self.call("aten.var.correction", read[0], inside, correction=1)),
+            ):
+                before = self.read(running)
+                now = self.call("aten.to.dtype", self.call("aten.mean.dim", statistic, (0,)), Symbol(f"torch.{before.dtype}"))
+                self._store(running, self.call("aten.lerp.Scalar", before, now, momentum))
         return Alias.fresh(y)
 
     def _store(self, alias: Alias, value: Value) -> None:
@@ -313,7 +328,9 @@ def _first_unknown(arg: Any) -> _Unknown | None:
 
 
 def _data_dependent(node: fx.Node, module: str) -> CaptureError:
-    return guards.data_dependent_shape(str(node.target), guards.place_of_node(module, node.meta.get("stack_trace")))
+    number = not isinstance(node.meta.get("val"), torch.Tensor | list | tuple)
+    place = guards.place_of_node(module, node.meta.get("stack_trace"))
+    return guards.data_dependent(str(node.target), number, place)
 
 
 def _check(node: fx.Node, result: Any) -> None:

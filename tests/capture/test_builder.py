@@ -106,6 +106,12 @@ def test_symbols(builder: GraphBuilder) -> None:
     assert (value.shape, value.dtype) == ((2,), "float64")
 
 
+def test_unannounced_writes_are_refused(builder: GraphBuilder) -> None:
+    x, mean = parameter(builder, 2, 3, 4), builder.source("buffer", "mean", (3,), torch.float32)
+    with pytest.raises(CaptureError, match=r"instance_norm\.default writes to its inputs \[1, 2\]"):
+        builder.emit("aten.instance_norm.default", x, None, None, mean, mean, True, 0.1, 1e-5, False)
+
+
 def test_failing_operator_is_named(builder: GraphBuilder) -> None:
     w = parameter(builder, 4, 6)
     with (

@@ -13,7 +13,7 @@ from torch import nn
 from autoplan.capture import capture
 from autoplan.capture.structure import flatten, is_cache
 from searchspace.errors import CaptureError
-from searchspace.graph import Graph
+from searchspace.graph import Context, Graph
 from tests.capture.interpreter import run_captured
 from tests.capture.models import GPT, MODELS, build, tokens
 
@@ -202,6 +202,53 @@ def test_regions_keep_their_context() -> None:
     }
 
 
+def test_nested_regions_keep_both_contexts() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                with torch.no_grad():
+                    a = self.lin(x)
+                b = self.lin(x)
+            with torch.no_grad(), torch.enable_grad():
+                c = self.lin(x)
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                d = self.lin(x)
+            return (a + b + c + d).pow(2).mean()
+
+    torch.manual_seed(0)
+    model, args = Nested(), (torch.randn(4, 6),)
+    captured = capture(model, args)
+    assert_same_as_eager(captured, model, args, {}, tolerance=1e-6)
+    contexts = [op.context for op in captured.graph.operators if op.target == "aten.linear.default"]
+    assert contexts == [Context(True, "bfloat16"), Context(False, "bfloat16"), Context(False, None)]
+
+
+class Normalised(nn.Module):
+    """Operators that keep statistics, each in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+        self.batch = nn.BatchNorm1d(3)
+        self.instance = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.instance(self.batch(self.lin(x))).pow(3).mean()
+
+
+def test_running_statistics_become_updates() -> None:
+    torch.manual_seed(0)
+    model, args = Normalised().double(), (torch.randn(4, 3, 6).double(),)
+    captured = capture(model, args)
+    assert_same_as_eager(captured, model, args, {})
+    assert len(captured.graph.buffer_updates) == 2 + 3 + 2
+    assert not any(captured.graph.tensor[new].requires_grad for _, new in captured.graph.buffer_updates)
+
+
 def test_common_subexpressions_are_computed_once_but_random_ones_are_not() -> None:
     class Twice(nn.Module):
         def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -323,6 +370,8 @@ def test_unknown_options_are_refused() -> None:
         capture(nn.Linear(2, 2), (torch.randn(1, 2),), mode="eval")  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="expected precision to be one of float32, bf16, autocast, got 'fp8'"):
         capture(nn.Linear(2, 2), (torch.randn(1, 2),), precision="fp8")  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match="expected a type of device that this machine has, such as 'cpu', got 'maia'"):
+        capture(nn.Linear(2, 2), (torch.randn(1, 2),), device="maia")
     with pytest.raises(CaptureError, match="loss_fn is a module with parameters"):
         capture(nn.Linear(2, 2), (torch.randn(1, 2),), loss_fn=nn.Linear(2, 1))
 

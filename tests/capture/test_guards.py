@@ -209,6 +209,42 @@ def test_control_flow_operators() -> None:
     refuse(Cond(), "cond", "cannot be captured")
 
 
+def test_transforms() -> None:
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(self.lin)(x).mean()  # type: ignore[no-any-return]
+
+    refuse(Mapped(), "transforms (torch.vmap, torch.func) are not supported")
+
+
+def test_numbers_read_from_tensors() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lin(x).mean() * x.sum().item()
+
+    refuse(Reads(), "a number is read from a tensor in the model", "keep it a tensor")
+
+
+def test_unregistered_parameters() -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.weights = nn.Linear(4, 4), [nn.Parameter(torch.ones(4))]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.lin(x) * self.weights[0]).mean()
+
+    refuse(nn.Sequential(Hidden()), "attribute 'weights' of module '0' holds a trained tensor", "nn.ParameterList")
+
+
 def test_unused_numbers_from_data_are_harmless() -> None:
     class Logs(nn.Module):
         def __init__(self) -> None:
