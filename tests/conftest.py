@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import Any
 
 # Before torch, ray or transformers is imported; child processes inherit them.
 for name, value in {
@@ -27,3 +29,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch = pytest.importorskip("torch")
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Any]:
+    """Four workers, one ``WorkerPool`` for all tests that need real processes."""
+    from autoplan.runtime.launch import WorkerPool
+
+    with WorkerPool(4, timeout_seconds=60) as workers:
+        yield workers

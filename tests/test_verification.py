@@ -1,4 +1,4 @@
-"""``autoplan.verify``: agreement of right plans under each recipe, and disagreement where something is wrong."""
+"""``verify``: agreement of right plans under each recipe, and disagreement where something is wrong."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoplan import verify as module
+from autoplan import api
 from autoplan.capture import capture
 from autoplan.reference import SingleDevice
+from autoplan.runtime.launch import WorkerPool
 from autoplan.runtime.parallel import Parallel
 from autoplan.search.uniform import named_plan
-from autoplan.verify import Trial, default_tolerance, verify
+from autoplan.verification import Trial, default_tolerance, verify
 from searchspace.errors import PlanMismatchError, VerificationError
 from searchspace.plan import ClusterInfo, Plan, Precision, Recipe
 from tests.runtime.models import gpt
@@ -51,7 +52,8 @@ def test_plans_agree_under_the_recipe(
     assert {d.tolerance for d in comparison.differences} == {tolerance} and comparison.note == ""
     kinds = [d.quantity for d in comparison.differences]
     names = [n for n, _ in model.named_parameters()]
-    assert kinds.count("loss") == 3 and kinds.count("gradient") == kinds.count("parameter") == len(names)
+    assert kinds.count("loss") == 3 and kinds.count("gradient") == len(names)
+    assert kinds.count("parameter") == len(names) + 1  # the tied one under both names
     assert all(
         value.equal(before[name]) for name, value in model.state_dict().items()
     )  # the user's model is not changed
@@ -66,10 +68,10 @@ def test_recipes_matter() -> None:
     assert not comparison.agrees
 
 
-def test_processes(tmp_path: Any) -> None:
+def test_processes(pool: WorkerPool, tmp_path: Any) -> None:
     model, batch = gpt()
     plan_of(model, batch, dp=2).save(tmp_path / "plan.json")
-    comparison = verify(model, (), batch, plan=tmp_path / "plan.json", runtime="processes", steps=1)
+    comparison = verify(model, (), batch, plan=tmp_path / "plan.json", pool=pool, steps=1)
     assert comparison.agrees and len(comparison.worst("loss", 9)) == 1
 
 
@@ -92,7 +94,7 @@ class _StaleGradient(Parallel):
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    yield lambda kind: monkeypatch.setattr(module, "Parallel", kind)
+    yield lambda kind: monkeypatch.setattr(api, "Parallel", kind)
 
 
 def test_faults_are_found(faulty: Any) -> None:
@@ -112,8 +114,8 @@ def test_faults_are_found(faulty: Any) -> None:
     assert comparison.worst("gradient")[0].agrees and not comparison.worst("parameter")[0].agrees
 
 
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
+def _sgd(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=100 * learning_rate)
 
 
 def test_loss_functions_and_noisy_gradients_in_float32() -> None:
@@ -195,10 +197,10 @@ def test_bad_requests() -> None:
         Trial(steps=0)
     with pytest.raises(VerificationError, match="expected clip > 0 or None, got 0"):
         Trial(clip=0)
-    with pytest.raises(VerificationError, match='expected runtime to be "in-process" or "processes", got \'threads\''):
-        verify(model, (), batch, plan=plan, runtime="threads")  # type: ignore[arg-type]
-    with pytest.raises(VerificationError, match='runtime="processes" sends model, inputs, loss_fn and optimizer'):
-        verify(model, (), batch, plan=plan, runtime="processes", optimizer=lambda p: torch.optim.SGD(p))
+    with pytest.raises(
+        VerificationError, match="have to be sent to other processes, which fails"
+    ):
+        verify(model, (), batch, plan=plan, processes=True, optimizer=lambda p, rate: torch.optim.SGD(p, rate))
     with pytest.raises(VerificationError, match=r"the single device needs values: \S+ is on the meta device"):
         SingleDevice(nn.Linear(2, 1, device="meta"))
     with pytest.raises(PlanMismatchError, match="the plan was made for model 'GPT', not for 'Linear'"):
