@@ -148,15 +148,17 @@ def relative(region: Region, base: Region) -> Region:
     return tuple((low - origin, high - origin) for (low, high), (origin, _) in zip(region, base, strict=True))
 
 
-def canonical(shape: Shape, layout: Layout, mesh_shape: Shape, time_parts: int = 1) -> Layout:
+def canonical(
+    shape: Shape, layout: Layout, mesh_shape: Shape, time: Placement = Replicated(), time_parts: int = 1
+) -> Layout:
     """The same layout with unit 1 where all parts are equal, so that equal cuts compare equal.
 
-    ``time_parts``: micro-batches that cut the batch dimension before the mesh does (any dimension, to be safe).
+    ``time``: how ``time_parts`` micro-batches cut the tensor before the mesh does.
     """
-    parts: dict[int, int] = {}
+    parts: dict[int, int] = {time.dim: time_parts} if isinstance(time, Split) else {}
     for placement, size in zip(layout, mesh_shape, strict=True):
         if isinstance(placement, Split):
-            parts[placement.dim] = parts.get(placement.dim, time_parts) * size
+            parts[placement.dim] = parts.get(placement.dim, 1) * size
     return tuple(
         Split(p.dim) if isinstance(p, Split) and shape[p.dim] % (p.unit * parts[p.dim]) == 0 else p for p in layout
     )

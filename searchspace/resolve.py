@@ -305,19 +305,20 @@ class _Resolver:
         choices = self.choices[stage, op.name]
         mesh = self.plan.placement.stages[stage].mesh
 
-        def settled(name: str, layout: Layout) -> Layout:
-            return canonical(self.graph.tensor[name].shape, layout, mesh.shape, self.time.micro_batches)
+        def settled(name: str, layout: Layout, time: Placement) -> Layout:
+            return canonical(self.graph.tensor[name].shape, layout, mesh.shape, time, self.time.micro_batches)
 
         delivered = self._delivered(stage, op, self.deferred)
         differentiable = any(name in self.gradients for name in op.outputs)
         reads = []
         for i, name in enumerate(op.inputs):
-            layout = settled(name, tuple(c.inputs[i] for c in choices))
-            gradient = settled(name, delivered[i]) if name in self.gradients and differentiable else None
-            reads.append(Version(name, stage, layout, gradient, self.time.consumed(op, i)))
+            time = self.time.consumed(op, i)
+            layout = settled(name, tuple(c.inputs[i] for c in choices), time)
+            gradient = settled(name, delivered[i], time) if name in self.gradients and differentiable else None
+            reads.append(Version(name, stage, layout, gradient, time))
         produces = []
         for i, name in enumerate(op.outputs):
-            layout = settled(name, tuple(c.outputs[i] for c in choices))
+            layout = settled(name, tuple(c.outputs[i] for c in choices), self.time.placement[name])
             partial = self.deferred.get((stage, name), (False,) * len(layout))
             demanded = tuple(P if d else g for g, d in zip(demanded_gradient(layout), partial, strict=True))
             gradient = demanded if name in self.gradients else None
@@ -386,7 +387,7 @@ class _Resolver:
         problem = layout_problem(tensor.shape, layout, mesh)
         if problem:
             raise IllegalPlanError(f"parameter {tensor.source!r}: {problem}")
-        return canonical(tensor.shape, layout, mesh.shape, self.time.micro_batches)
+        return canonical(tensor.shape, layout, mesh.shape)
 
     # -- adapters --------------------------------------------------------------------------------
 

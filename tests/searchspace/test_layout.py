@@ -91,4 +91,5 @@ def test_equal_cuts_are_equal_layouts() -> None:
     assert canonical((64,), (Split(0, 16), R), (2, 3)) == (Split(0), R)
     assert canonical((80,), (Split(0, 16), R), (2, 3)) == (Split(0, 16), R)
     assert canonical((96,), (Split(0, 16), Split(0, 16)), (2, 3)) == (Split(0), Split(0))
-    assert canonical((96,), (Split(0, 16), R), (2, 3), time_parts=4) == (Split(0, 16), R)
+    assert canonical((96,), (Split(0, 16), R), (2, 3), Split(0), 4) == (Split(0, 16), R)
+    assert canonical((96, 8), (Split(0, 16), R), (2, 3), Split(1), 4) == (Split(0), R)
