@@ -26,10 +26,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _within(target: Tensor, start: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Local class numbers (zero where the target lies elsewhere), and whether they lie here."""
-    local = target - start
-    inside = (local >= 0) & (local < classes)
-    return torch.where(inside, local, 0), inside
+    """Local class numbers (any valid one where the target lies elsewhere), and whether they lie here."""
+    local = target - start if start else target
+    index = local.clamp(0, classes - 1)
+    return index, index == local
 
 
 @local_operator
@@ -47,21 +47,20 @@ class _ExpSumAndPick(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         wide = _wide(logits.dtype)
         exponentials = torch.sub(logits, maximum.to(wide).unsqueeze(dim)).exp_()  # promotes to the wide type
-        local, inside = _within(target, start, logits.shape[dim])
-        picked = torch.gather(logits, dim, local.unsqueeze(dim)).squeeze(dim).to(wide)
-        ctx.save_for_backward(logits, maximum, target)
-        ctx.start, ctx.dim = start, dim
+        index, inside = _within(target, start, logits.shape[dim])
+        picked = torch.gather(logits, dim, index.unsqueeze(dim)).squeeze(dim).to(wide)
+        ctx.save_for_backward(logits, maximum, index, inside)
+        ctx.dim = dim
         return exponentials.sum(dim), torch.where(inside, picked, 0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        logits, maximum, target = ctx.saved_tensors
+        logits, maximum, index, inside = ctx.saved_tensors
         dim = ctx.dim
         grad_sum, grad_picked = gradients
         grad = torch.sub(logits, maximum.to(grad_sum.dtype).unsqueeze(dim)).exp_()
         grad.mul_(grad_sum.unsqueeze(dim))
-        local, inside = _within(target, ctx.start, logits.shape[dim])
-        grad.scatter_add_(dim, local.unsqueeze(dim), torch.where(inside, grad_picked, 0).unsqueeze(dim))
+        grad.scatter_add_(dim, index.unsqueeze(dim), (grad_picked * inside).unsqueeze(dim))
         return grad.to(logits.dtype), None, None, None, None
 
 
@@ -99,8 +98,8 @@ def exp_sum(logits: Tensor, maximum: Tensor, dim: int) -> Tensor:
 @local_operator
 def pick(values: Tensor, target: Tensor, start: int, dim: int) -> Tensor:
     """``v_t`` over the classes that begin at ``start``: [.., C, ..], [.., ..] -> [.., ..]; zero elsewhere."""
-    local, inside = _within(target, start, values.shape[dim])
-    picked = torch.gather(values, dim, local.unsqueeze(dim)).squeeze(dim)
+    index, inside = _within(target, start, values.shape[dim])
+    picked = torch.gather(values, dim, index.unsqueeze(dim)).squeeze(dim)
     return torch.where(inside, picked, 0)
 
 

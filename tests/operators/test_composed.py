@@ -47,6 +47,22 @@ def test_cross_entropy_of_large_logits_does_not_overflow() -> None:
     assert token_loss(exp_sum, class_maximum(logits, 1), picked, target, -100).item() == 1000.0
 
 
+def test_cross_entropy_with_forbidden_classes() -> None:
+    """Logits of minus infinity, also where an ignored token or another part's target happens to look."""
+    logits = torch.randn(4, 6, dtype=f64)
+    logits[:, 0] = logits[:, 3] = -torch.inf
+    logits.requires_grad_()
+    target = torch.tensor([-100, 1, 2, 5])
+    parts = logits.split([3, 3], 1)
+    maximum = class_maximum(logits, 1)
+    found = [exp_sum_and_pick(part, maximum, target, start, 1) for part, start in zip(parts, (0, 3), strict=True)]
+    exp_sum, picked = (torch.stack(values).sum(0) for values in zip(*found, strict=True))
+    loss = token_loss(exp_sum, maximum, picked, target, -100).sum() / count_valid(target, -100)
+    expected = F.cross_entropy(logits, target)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits))
+
+
 @pytest.mark.parametrize("batch", [[7], [4, 3], [1, 6]])
 def test_batch_norm_over_parts_of_the_batch(batch: list[int]) -> None:
     torch.manual_seed(0)
