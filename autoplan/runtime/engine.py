@@ -65,7 +65,7 @@ class Engine:
     def _forward(self, op: Forward) -> Call:
         segment = self.compiler(op.segment)
         buffers, owned, kept = self.store.buffers, self.store.owned, self.store.kept
-        inputs, outputs = op.inputs, op.outputs
+        inputs, outputs, touched = op.inputs, op.outputs, op.inputs + op.outputs
         identity, released = (op.segment.name, op.micro_batch), op.released
         differentiable = op.segment.differentiable
 
@@ -74,8 +74,8 @@ class Engine:
                 results = segment(*[buffers[key] for key in inputs])
             for key, result in zip(outputs, results, strict=True):
                 buffers[key] = result.detach() if result.requires_grad else result
-            if owned:
-                owned.difference_update(outputs)
+            if owned:  # outputs may be views of inputs, and autograd saves both
+                owned.difference_update(touched)
 
         def forward_and_keep() -> None:
             leaves = []
@@ -96,7 +96,7 @@ class Engine:
             for key, result in zip(outputs, results, strict=True):
                 buffers[key] = result.detach() if result.requires_grad else result
             if owned:
-                owned.difference_update(outputs)
+                owned.difference_update(touched)
 
         return forward_and_keep if op.keep else forward
 
@@ -121,6 +121,7 @@ class Engine:
                 if grad is not None and results[i].requires_grad:
                     outs.append(results[i])
                     grads.append(grad)
+                    store.owned.discard(key)  # autograd may return this very buffer
             sources = [leaves[i] for i, _, _ in wanted]
             found: tuple[Tensor | None, ...]
             if outs and sources:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autoplan.operators.randomness import set_step
 from autoplan.runtime import gradients, progress
@@ -107,6 +109,7 @@ class Parallel:
         self._forward = BoundProgram(programs.forward, transport, compiler)
         self._stored: dict[Any, Tensor] = {}
         self._versions: list[int] | None = None
+        self._notice_steps()
         self._training = model.model.training
 
     def _initial(self, name: str) -> Tensor | None:
@@ -213,6 +216,7 @@ class Parallel:
     ) -> BoundProgram:
         """Run ``bound``; a context within which its results can be read."""
         self.shards.check_initialised()
+        self._state.check_initialised()
         inputs = self._inputs(args, kwargs, loss_args)
         self.refresh()
         progress.report(self.step)
@@ -240,10 +244,22 @@ class Parallel:
 
     # -- parameters between steps ----------------------------------------------------------------
 
+    def _notice_steps(self) -> None:
+        """Shards are stale after any optimizer's step, even of one that writes to ``parameter.data``."""
+        reference = weakref.ref(self)
+
+        def stepped(*_: Any) -> None:
+            parallel = reference()
+            if parallel is not None:
+                parallel._versions = None
+
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
     def refresh(self) -> None:
         """Bring what segments read up to date with the shards, if an optimizer has changed them.
 
-        Happens by itself before the next step.
+        Happens by itself before the next step: a write to a shard is seen by its version counter, an
+        optimizer's step by a hook.  (Only a write to ``parameter.data`` by hand is not seen.)
         """
         if not self._refresh.program.steps:
             return
@@ -322,6 +338,7 @@ class Parallel:
         from autoplan.runtime import checkpoint
 
         self.shards.check_initialised()
+        self._state.check_initialised()
         checkpoint.save(self._holding(), path, optimizer=optimizer, scheduler=scheduler, extra=extra)
 
     def load(
@@ -335,7 +352,7 @@ class Parallel:
         """Go on from a checkpoint of any plan, world size, or the plain model; returns the user's ``extra``."""
         from autoplan.runtime import checkpoint
 
-        self._state.allocate_others()
+        self._state.allocate()
         restored = checkpoint.load(
             self._holding(), path, optimizer=optimizer, scheduler=scheduler, random_state=random_state
         )
@@ -354,10 +371,14 @@ class Parallel:
         )
 
     def initialize(self, function: Callable[[str, tuple[int, ...]], Tensor]) -> None:
-        """Give every parameter the value ``function(name, shape)``, one whole tensor at a time."""
+        """Give every parameter, and every buffer without a value, ``function(name, shape)``, one at a time."""
         for name in self.shards.bindings:
             tensor = self.graph.tensor[name]
             self.shards.load(name, function(tensor.source, tensor.shape))
+        for name, buffer in self._state.buffers.items():
+            if buffer.is_meta:
+                tensor = self.graph.tensor[name]
+                self._state.load_buffer(name, function(tensor.source, tensor.shape))
         self._forget_bound_state()
 
     def buffers(self) -> dict[str, Tensor]:

@@ -23,10 +23,11 @@ from autoplan.runtime.exchange import Assembly, by_peer, extent, take
 from autoplan.runtime.lost import communicating
 from autoplan.runtime.store import Store
 from autoplan.runtime.transport import Runnable
+from autoplan.runtime.wire import as_bytes, cast_bytes, pack, slabs, unpack, wire_size
 from searchspace.errors import ExecutionError
 from searchspace.layout import Shape
 from searchspace.liveness import uses
-from searchspace.program import Exchange, Free, Instruction, Key, Program, Rank, Slices
+from searchspace.program import Exchange, Free, Instruction, Key, Program, Rank
 from searchspace.program_check import check_program
 
 Finish = Callable[[], None]
@@ -224,13 +225,13 @@ class ProcessGroups:
         itemsize = assembly.dtype.itemsize
         sizes = [sum(prod(extent(s)) for s in places) * itemsize for places in arriving.values()]
         longest = max(sizes)
-        straight = _slabs([places[0] for places in arriving.values()], exchange.shape)
+        straight = slabs([places[0] for places in arriving.values()], exchange.shape)
         order = list(arriving)
 
         def issue() -> Finish:
-            flat = _bytes(store.buffers[source], assembly.dtype)
+            flat = cast_bytes(store.buffers[source], assembly.dtype)
             if straight:
-                gathered = _as_bytes(torch.empty(assembly.shape, dtype=assembly.dtype, device=device))
+                gathered = as_bytes(torch.empty(assembly.shape, dtype=assembly.dtype, device=device))
             else:
                 if flat.numel() < longest:
                     flat = torch.cat([flat, flat.new_zeros(longest - flat.numel())])
@@ -243,7 +244,7 @@ class ProcessGroups:
                     store.put(target, gathered.view(assembly.dtype).view(assembly.shape), owned=True)
                     return
                 parts = {
-                    peer: _unpack(gathered[i * longest : i * longest + sizes[i]], arriving[peer], assembly.dtype)
+                    peer: unpack(gathered[i * longest : i * longest + sizes[i]], arriving[peer], assembly.dtype)
                     for i, peer in enumerate(order)
                 }
                 pieces = [piece for peer in exchange.group for piece in parts[peer]]
@@ -265,7 +266,7 @@ class ProcessGroups:
 
         def issue() -> Finish:
             held = store.buffers[source].detach().to(wire)
-            if _slabs(leaving, tuple(held.shape)):
+            if slabs(leaving, tuple(held.shape)):
                 flat = held.contiguous().view(-1)
             else:
                 flat = torch.zeros(longest * len(sizes), dtype=wire, device=device)
@@ -289,19 +290,19 @@ class ProcessGroups:
         assembly, group = Assembly.of(exchange), self._group(exchange.group)
         order = sorted(exchange.group)
         leaving, arriving = by_peer(exchange.send, order), by_peer(exchange.receive, order)
-        sizes = [_wire_size(leaving[peer], assembly.dtype) for peer in order]
-        arrive = [_wire_size(arriving[peer], assembly.dtype) for peer in order]
+        sizes = [wire_size(leaving[peer], assembly.dtype) for peer in order]
+        arrive = [wire_size(arriving[peer], assembly.dtype) for peer in order]
 
         def issue() -> Finish:
             held = store.buffers[source]
-            flat = torch.cat([_pack(held, leaving[peer], assembly.dtype) for peer in order])
+            flat = torch.cat([pack(held, leaving[peer], assembly.dtype) for peer in order])
             got = torch.empty(sum(arrive), dtype=torch.uint8, device=device)
             work = dist.all_to_all_single(got, flat, arrive, sizes, group=group, async_op=True)
 
             def finish() -> None:
                 work.wait()
                 parts = {
-                    peer: _unpack(piece, arriving[peer], assembly.dtype)
+                    peer: unpack(piece, arriving[peer], assembly.dtype)
                     for peer, piece in zip(order, got.split(arrive), strict=True)
                 }
                 pieces = [piece for peer in exchange.group for piece in parts[peer]]
@@ -315,21 +316,21 @@ class ProcessGroups:
         source, target, device, me = exchange.source, exchange.target, self._device, self.rank
         assembly = Assembly.of(exchange)
         leaving, arriving = by_peer(exchange.send, exchange.group), by_peer(exchange.receive, exchange.group)
-        out = [peer for peer in exchange.group if peer != me and _wire_size(leaving[peer], assembly.dtype)]
-        into = [peer for peer in exchange.group if peer != me and _wire_size(arriving[peer], assembly.dtype)]
-        sizes = {peer: _wire_size(arriving[peer], assembly.dtype) for peer in into}
+        out = [peer for peer in exchange.group if peer != me and wire_size(leaving[peer], assembly.dtype)]
+        into = [peer for peer in exchange.group if peer != me and wire_size(arriving[peer], assembly.dtype)]
+        sizes = {peer: wire_size(arriving[peer], assembly.dtype) for peer in into}
 
         def issue() -> Finish | None:
             held = None if source is None else store.buffers[source].detach()
             messages: dict[Rank, Tensor] = {}
             mine: list[Tensor] = []
             if held is not None:
-                messages = {peer: _pack(held, leaving[peer], assembly.dtype) for peer in out}
+                messages = {peer: pack(held, leaving[peer], assembly.dtype) for peer in out}
                 mine = [take(held, slices).to(assembly.dtype) for slices in leaving[me]]
             whole = None
             if assembly.single and into:
                 whole = torch.empty(assembly.shape, dtype=assembly.dtype, device=device)
-                arrived = {into[0]: _as_bytes(whole)}
+                arrived = {into[0]: as_bytes(whole)}
             else:
                 arrived = {peer: torch.empty(sizes[peer], dtype=torch.uint8, device=device) for peer in into}
             receives = self._transfer(messages, arrived)
@@ -342,7 +343,7 @@ class ProcessGroups:
                 if whole is not None:
                     store.put(target, whole, owned=True)
                     return
-                parts = {peer: _unpack(flat, arriving[peer], assembly.dtype) for peer, flat in arrived.items()}
+                parts = {peer: unpack(flat, arriving[peer], assembly.dtype) for peer, flat in arrived.items()}
                 parts[me] = mine
                 pieces = [piece for peer in exchange.group for piece in parts.get(peer, ())]
                 store.put(target, assembly.build(pieces, device), owned=True)
@@ -386,7 +387,7 @@ class ProcessGroups:
             piece = torch.empty(shape, dtype=dtype, device=self._device)
         piece = piece.detach().contiguous()
         with communicating(self.rank, f"a broadcast from rank {owner}"):
-            dist.broadcast(_as_bytes(piece), owner)
+            dist.broadcast(as_bytes(piece), owner)
         return piece
 
     def concatenate(self, parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -414,45 +415,3 @@ def _one_of(count: int, index: int, value: int) -> Tensor:
     found = torch.zeros(count, dtype=torch.int64)
     found[index] = value
     return found
-
-
-def _slabs(places: Sequence[Slices], shape: Shape) -> bool:
-    """Whether ``places``, in order, are equal consecutive parts of dimension 0 that fill ``shape``."""
-    if not shape or len({extent(slices) for slices in places}) != 1:
-        return False
-    step = places[0][0][1] - places[0][0][0]
-    inner = tuple((0, size) for size in shape[1:])
-    return len(places) * step == shape[0] and all(
-        slices == ((i * step, (i + 1) * step), *inner) for i, slices in enumerate(places)
-    )
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as a flat byte tensor."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return _as_bytes(tensor.detach().to(dtype).contiguous())
-
-
-def _wire_size(places: Sequence[Slices], dtype: torch.dtype) -> int:
-    return sum(prod(extent(slices)) for slices in places) * dtype.itemsize
-
-
-def _pack(held: Tensor, places: Sequence[Slices], dtype: torch.dtype) -> Tensor:
-    """The pieces of one peer as one message."""
-    parts = [_bytes(take(held, slices), dtype) for slices in places]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=held.device)
-
-
-def _unpack(message: Tensor, places: Sequence[Slices], dtype: torch.dtype) -> list[Tensor]:
-    """Inverse of :func:`_pack`."""
-    sizes = [_wire_size([slices], dtype) for slices in places]
-    # a piece may start at an offset that its dtype cannot be viewed at
-    return [
-        (part if part.storage_offset() % dtype.itemsize == 0 else part.clone()).view(dtype).view(extent(slices))
-        for part, slices in zip(message.split(sizes), places, strict=True)
-    ]

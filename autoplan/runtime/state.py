@@ -48,12 +48,7 @@ class State:
             for key, value in own.items()
             if self.names[key] is None
         }
-        missing = [t.source for t in self.graph.of_kind("buffer") if self.buffers[t.name].is_meta]
-        if missing:
-            raise ExecutionError(
-                f"buffer {missing[0]} is on the meta device and has no values; build the model's buffers on a real "
-                "device (parameters may stay on meta)"
-            )
+        self._by_name = {name: t.name for t in self.graph.of_kind("buffer") for name in (t.source, *t.aliases)}
 
     def update_buffers(self, run: BoundProgram) -> None:
         """Let each buffer take the value that the run computed for it."""
@@ -98,32 +93,50 @@ class State:
     def _gather(self, name: str, of: Callable[[ParameterShard], Tensor | None]) -> Tensor:
         return self.shards.gather(name, of, self.shards.dtype(name))
 
-    def allocate_others(self) -> None:
-        """Memory for what is still on the meta device, so that it can be filled."""
+    def check_initialised(self) -> None:
+        """ExecutionError naming a buffer or constant that is read and has no value."""
+        for name, value in (*self.buffers.items(), *self.constants.items()):
+            if value.is_meta and (self.graph.consumers[name] or name in self.graph.outputs):
+                raise ExecutionError(
+                    f"{self.graph.tensor[name].source} has no value: it is on the meta device; call load_state_dict "
+                    "or initialize, or build the model with only its parameters on meta"
+                )
+
+    def allocate(self) -> None:
+        """Memory for what a state has and is still on the meta device, so that it can be filled."""
+        for tensor in self.names.values():
+            if tensor in self.buffers and self.buffers[tensor].is_meta:
+                self.buffers[tensor] = torch.empty_like(self.buffers[tensor], device=self.transport.device)
         for key, value in self.others.items():
             if isinstance(value, Tensor) and value.is_meta:
                 self.others[key] = torch.empty_like(value, device="cpu")
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool) -> None:
         missing = [key for key in self.names if key not in state]
-        unexpected = [key for key in state if key not in self.names]
+        unexpected = [key for key in state if key not in self.names and key not in self._by_name]
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"the state does not fit {self.graph.name}: missing {missing[:5]}, unexpected {unexpected[:5]}"
             )
-        for key, tensor in self.names.items():
+        for key, tensor in {**self._by_name, **self.names}.items():
             if key not in state:
                 continue
-            value = state[key]
             if tensor is None:
-                self.others[key] = value
+                self.others[key] = state[key]
             elif tensor in self.buffers:
-                buffer = self.buffers[tensor]
-                if tuple(value.shape) != tuple(buffer.shape):
-                    raise CheckpointError(f"{key}: expected shape {list(buffer.shape)}, got {list(value.shape)}")
-                buffer.copy_(value)
+                self.load_buffer(tensor, state[key])
             else:
-                self.shards.load(tensor, value)
+                self.shards.load(tensor, state[key])
+
+    def load_buffer(self, tensor: str, value: Tensor) -> None:
+        """Set a buffer; CheckpointError when the shape differs."""
+        buffer = self.buffers[tensor]
+        if tuple(value.shape) != tuple(buffer.shape):
+            source = self.graph.tensor[tensor].source
+            raise CheckpointError(f"{source}: expected shape {list(buffer.shape)}, got {list(value.shape)}")
+        if buffer.is_meta:
+            buffer = self.buffers[tensor] = torch.empty_like(buffer, device=self.transport.device)
+        buffer.copy_(value.detach())
 
 
 def _copy(value: Tensor, device: torch.device) -> Tensor:

@@ -317,3 +317,79 @@ def test_inference() -> None:
     torch.testing.assert_close(parallel(**batch)["logits"], model(**batch)["logits"].detach())
     with pytest.raises(ExecutionError, match='planned with mode="inference"; it has no train_step'):
         parallel.train_step(**batch)
+
+
+def test_model_wholly_on_meta() -> None:
+    """Persistent buffers come with the state; the others must be given."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    x = torch.randn(6, 4).double()
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+            self.register_buffer("table", torch.tensor([2.0]).double(), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.inner(x) * self.table).pow(2).mean()
+
+    plain = Scaled()
+    parallel = build(capture(copy.deepcopy(plain).to("meta"), (x,)))
+    parallel.load_state_dict(plain.state_dict())
+    with pytest.raises(ExecutionError, match="table has no value: it is on the meta device"):
+        parallel.train_step(x)
+    parallel.load_state_dict({**plain.state_dict(), "table": plain.table})
+    torch.testing.assert_close(parallel.train_step(x), plain(x).detach())
+
+
+def test_an_optimizer_that_writes_behind_the_version_counter(captured: Captured) -> None:
+    class Old(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.sub_(parameter.grad)
+
+    _, batch = gpt()
+    losses = []
+    for plan in ("one", "zero 1"):
+        parallel = build(captured, **PLANS[plan])
+        optimizer = Old(parallel.parameters())
+        parallel.train_step(**batch)
+        optimizer.step()
+        losses.append(parallel.eval_step(**batch).item())
+    assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+
+
+def dropout_losses(transport: InProcess, **degrees: Any) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Dropout(0.5), nn.Linear(12, 6)).double()
+    x = torch.randn(8, 6).double()
+    captured = capture(model, (x,), loss_fn=lambda y: y.pow(2).mean())
+    parallel = Parallel(captured, programs(captured, **degrees), transport, RuntimeOptions(seed=7))
+    return [parallel.train_step(x).item() for _ in range(3)]
+
+
+def test_every_plan_draws_the_same_dropout() -> None:
+    want = dropout_losses(InProcess(1))
+    assert len(set(want)) == 3 and dropout_losses(InProcess(1)) == want
+    for degrees in ({"dp": 2}, {"tp": 2}, {"pp": 2, "micro_batches": 2}, {"micro_batches": 4}):
+        assert dropout_losses(InProcess(ranks_of(degrees)), **degrees) == pytest.approx(want, abs=TOLERANCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plan", ["one", "one, micro-batches"])
+def test_parity_with_nccl_on_one_gpu(plan: str) -> None:
+    """The CPU twin is test_parity_on_processes."""
+    with WorkerPool(1, device="cuda") as gpu:
+        (found,) = gpu.run(train_on_this_gpu, plan)
+    check(found, reference())
+
+
+def train_on_this_gpu(plan: str) -> Series:
+    found = train_on_this_rank(plan)
+    for part in ("gradients", "state"):
+        found[part] = {name: value.cpu() for name, value in found[part].items()}
+    return {**found, "logits": found["logits"].cpu()}
