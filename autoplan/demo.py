@@ -27,7 +27,7 @@ RANKS = 4
 BATCH = 16
 SEQUENCE = 64
 TOLERANCE = 1e-9
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-3
 
 
 def example() -> Example:
