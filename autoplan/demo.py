@@ -11,6 +11,7 @@ import inspect
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def example() -> Example:
     )
 
 
-def batches(steps: int) -> list[dict[str, torch.Tensor]]:
+def batches(steps: int) -> list[dict[str, Any]]:
     """``steps`` batches of consecutive bytes: tokens and, as labels, the bytes that follow them."""
     text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(0)
