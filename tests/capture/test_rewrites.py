@@ -374,6 +374,7 @@ def test_feature_dropout_drops_channels() -> None:
         ("aten.randint.low", [2, 7, (100, 100)], 2, 6, 4.0),
         ("aten.bernoulli.p", [torch.zeros(100, 100), 0.3], 0, 1, 0.3),
         ("aten.uniform.default", [torch.zeros(100, 100), -1.0, 3.0], -1, 3, 1.0),
+        ("aten.exponential.default", [torch.zeros(100, 100), 2.0], 1e-9, 30, 0.5),
     ],
 )
 def test_random_numbers(target: str, args: list[Any], low: float, high: float, mean: float) -> None:

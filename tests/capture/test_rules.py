@@ -117,6 +117,8 @@ def test_keyword_sizes_and_devices_stay() -> None:
 def test_random_operators_say_so() -> None:
     assert describe(make_call("autoplan.dropout.default", [T(4, 5), 0.5, 7, [0, 0]])[0]).random
     assert describe(make_call("aten.randn.default", [[4, 5]])[0]).random
+    assert describe(make_call("aten.rrelu.default", [T(4, 5), 0.1, 0.3, True])[0]).random
+    assert describe(make_call("aten.alpha_dropout.default", [T(4, 5), 0.1, True])[0]).random
     assert not describe(make_call("aten.relu.default", [T(4, 5)])[0]).random
 
 

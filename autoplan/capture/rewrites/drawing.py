@@ -66,6 +66,12 @@ def normal(emit: Emit, x: Handle, mean: float = 0.0, std: float = 1.0, **kwargs:
     return drawn if (mean, std) == (0.0, 1.0) else _scaled(emit, drawn, std, mean)
 
 
+def exponential(emit: Emit, x: Handle, rate: float = 1.0, **kwargs: Any) -> Any:
+    """What ``exponential_`` fills in: ``-log(u) / rate``, never zero."""
+    drawn = emit("aten.log.default", _draw(emit, "uniform", x.shape, Symbol(f"torch.{x.dtype}")))
+    return emit("aten.mul.Tensor", drawn, -1 / rate)
+
+
 def _scaled(emit: Emit, x: Handle, factor: float, offset: float) -> Any:
     return emit("aten.add.Tensor", emit("aten.mul.Tensor", x, factor), offset)
 
@@ -102,6 +108,7 @@ REWRITES: dict[str, Rewrite] = {
     "aten.randn_like.default": created_like("normal"),
     "aten.uniform.default": uniform,
     "aten.normal_functional.default": normal,
+    "aten.exponential.default": exponential,
     "aten.randint.default": randint,
     "aten.randint.low": randint_between,
     "aten.bernoulli.default": bernoulli,

@@ -22,6 +22,7 @@ from autoplan.capture.rules import (
     views,
 )
 from autoplan.capture.rules.building import opaque, packet
+from autoplan.capture.rules.creation import draws
 from searchspace.errors import AutoplanWarning
 
 FamilyRule = Callable[[Call], Traits | None]
@@ -38,7 +39,6 @@ _BY_PACKET: dict[str, FamilyRule] = {
     **dict.fromkeys(creation.CREATIONS, creation.creation),
     **dict.fromkeys(creation.LIKE, creation.like),
     **dict.fromkeys(creation.WHOLE, creation.whole),
-    **dict.fromkeys(creation.DRAWN, creation.stateful),
     "einsum": products.einsum,
     "tensordot": products.tensordot,
     "bilinear": products.bilinear,
@@ -125,6 +125,8 @@ def family_rule(target: str) -> FamilyRule | None:
         return _BY_PACKET[name]
     if target.startswith("aten.") and convolution.WINDOWS.match(name):
         return convolution.windows
+    if draws(target):
+        return creation.stateful
     if target.startswith("aten.") and pointwise.is_pointwise(target):
         return pointwise.pointwise
     return None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from autoplan.capture.call import Call, Traits
-from autoplan.capture.rules.building import elements, letters, traits, words
+import torch
+
+from autoplan.capture.call import Call, Traits, overload
+from autoplan.capture.rules.building import elements, letters, opaque, traits, words
 from searchspace.graph import LocalEnd, LocalOffset, TensorDim
 
 CREATIONS = words("zeros ones full empty empty_strided")
 LIKE = words("zeros_like ones_like full_like empty_like")
 WHOLE = words("eye linspace logspace tril_indices triu_indices scalar_tensor hann_window hamming_window arange")
-DRAWN = words("rand randn randint randperm rand_like randn_like randint_like multinomial bernoulli normal")
+
+
+def draws(target: str) -> bool:
+    """Whether torch says that the operator draws random numbers from a generator."""
+    return torch.Tag.nondeterministic_seeded in overload(target).tags  # type: ignore[attr-defined]
 
 
 def creation(call: Call) -> Traits | None:
@@ -46,4 +52,4 @@ def drawn(call: Call) -> Traits | None:
 
 def stateful(call: Call) -> Traits | None:
     """Random operators of torch's own generator: whole, and random."""
-    return traits(call, {}, [[None] * len(t.shape) for t in call.outputs], family="random", random=True)
+    return opaque(call, family="random", random=True)

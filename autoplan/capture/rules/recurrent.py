@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.capture.call import Call, Traits
-from autoplan.capture.rules.building import Mark, elements, frozen, packet, traits, words
+from autoplan.capture.rules.building import Mark, elements, frozen, opaque, packet, traits, words
 from searchspace.graph import InputRef
 
 RECURRENT = words("lstm.input gru.input rnn_tanh.input rnn_relu.input")
@@ -22,9 +22,8 @@ def recurrent(call: Call) -> Traits | None:
     inputs = {i: frozen(t) for i, t in enumerate(call.inputs)}
     inputs.update({0: sequence, **dict.fromkeys(states, state)})
     steps = x.shape[0] * x.shape[1]
-    random = bool(call.argument("train")) and call.argument("dropout") != 0.0
-    if random:
-        return None
+    if call.argument("train") and call.argument("dropout"):
+        return opaque(call, family="recurrent", random=True)
     return traits(
         call, inputs, [sequence, *[state] * (len(call.outputs) - 1)], family="recurrent",
         flops=2 * steps * sum(elements(w) for w in weights if len(w.shape) == 2), saves=range(len(call.inputs)),
