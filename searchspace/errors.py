@@ -64,7 +64,16 @@ class SearchError(AutoplanError):
 
 
 class InfeasibleError(SearchError):
-    """No plan satisfies all constraints; the message says which one binds and by how much."""
+    """No plan satisfies all constraints; the message says which one binds and by how much.
+
+    ``missing_bytes`` is what the smallest plan lacks per device, where memory is what binds.
+    """
+
+    missing_bytes: int | None = None
+
+    def __init__(self, message: str, missing_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
 
 
 class ExecutionError(AutoplanError):

@@ -109,7 +109,7 @@ def fake_api(agree: bool = True) -> types.ModuleType:
     ) -> Plan:
         calls.append(("search", dict(locals())))
         if memory_limit is not None and memory_limit < 2**20:
-            raise InfeasibleError("needs 5 GiB per device, the limit is 1 KiB")
+            raise InfeasibleError("needs 5 GiB per device, the limit is 1 KiB", missing_bytes=5 * 2**30 - 2**10)
         if progress is not None:
             progress("stages", 0.5)
         return small_plan(str(cluster), global_batch)

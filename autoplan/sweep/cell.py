@@ -135,8 +135,7 @@ def run_cell(cell: Cell, captured: Any) -> tuple[CellResult, Plan | None]:
             **cell.search,
         )
     except InfeasibleError as error:
-        missing = getattr(error, "missing_bytes", None)
-        return _failed(cell, "infeasible", str(error), start, missing), None
+        return _failed(cell, "infeasible", str(error), start, error.missing_bytes), None
     except AutoplanError as error:
         return _failed(cell, "failed", str(error), start), None
     except Exception as error:

@@ -37,6 +37,7 @@ def test_no_plan_is_a_result_with_the_reason(cell: Cell) -> None:
 
     result, plan = run_cell(replace(cell, memory_limit=5), "graph")
     assert plan is None and result.status == "infeasible" and "needs 5 GiB per device" in result.error
+    assert result.missing_bytes == 5 * 2**30 - 2**10
 
 
 def test_any_other_error_is_a_failed_cell(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
