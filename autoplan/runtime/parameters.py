@@ -97,10 +97,9 @@ class Shards:
                     yield held[name]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer of this process steps on; a rank without any has one without elements."""
-        for rank, held in self.by_rank.items():
-            if not held and (rank == self.transport.ranks[0]):
-                yield EMPTY, self._empty
+        """What the optimizer of this process steps on; a process without shards has one without elements."""
+        if not any(self.by_rank.values()):
+            yield EMPTY, self._empty
         for shard in self:
             yield shard.name, shard.parameter
 

@@ -117,7 +117,7 @@ class ProcessGroups:
             if not isinstance(instruction, Exchange):
                 calls.append(engine.bind(instruction))
                 continue
-            dies = instruction.source is not None and _dies(instruction.source, instructions[position + 1 :])
+            dies = instruction.source is not None and _dies(instruction.source, instructions, position)
             issue = self._exchange(instruction, engine.store, dies)
             calls.append(self._issue(issue, instruction, engine.store, finishes))
             if instruction.target is not None and instruction.kind != "local":
@@ -403,11 +403,11 @@ class ProcessGroups:
         return torch.cat(pieces).movedim(0, dim)
 
 
-def _dies(key: Key, later: Sequence[Instruction]) -> bool:
-    """Whether ``key`` is freed before anything else touches it."""
-    for instruction in later:
-        if any(key in keys for keys in uses(instruction)):
-            return isinstance(instruction, Free)
+def _dies(key: Key, instructions: Sequence[Instruction], position: int) -> bool:
+    """Whether ``key`` is freed before anything after ``position`` touches it."""
+    for later in range(position + 1, len(instructions)):
+        if any(key in keys for keys in uses(instructions[later])):
+            return isinstance(instructions[later], Free)
     return False
 
 

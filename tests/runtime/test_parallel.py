@@ -14,6 +14,7 @@ from autoplan.runtime import launch
 from autoplan.runtime.in_process import InProcess
 from autoplan.runtime.launch import WorkerPool
 from autoplan.runtime.parallel import Parallel, RuntimeOptions
+from autoplan.runtime.parameters import Shards
 from searchspace.errors import CaptureError, CheckpointError, ExecutionError, NonFiniteError
 from searchspace.plan import Recipe
 from tests.runtime.models import OPTIONS, PLANS, captured_gpt, gpt, parallel_gpt, programs, ranks_of
@@ -361,6 +362,23 @@ def test_an_optimizer_that_writes_behind_the_version_counter(captured: Captured)
         optimizer.step()
         losses.append(parallel.eval_step(**batch).item())
     assert losses[0] == pytest.approx(losses[1], abs=TOLERANCE)
+
+
+class Elsewhere(InProcess):
+    """A process whose only rank has no part of the plan's parameters."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (3,)
+
+
+def test_a_rank_without_parameters_can_have_an_optimizer(captured: Captured) -> None:
+    program = programs(captured, **PLANS["tp"]).train
+    assert program is not None
+    shards = Shards(captured.graph, program, Elsewhere(4), lambda name: captured.model.get_parameter(name))
+    ((name, parameter),) = shards.named_parameters()
+    assert name == "autoplan.no_parameters" and parameter.numel() == 0
+    torch.optim.AdamW([parameter], lr=1e-2).step()
 
 
 def dropout_losses(transport: InProcess, **degrees: Any) -> list[float]:
