@@ -36,11 +36,15 @@ class Order:
 
 @lru_cache(maxsize=64)
 def elimination_order(sizes: tuple[int, ...], edges: tuple[tuple[int, int], ...]) -> Order:
-    """Greedy order: always the variable with the smallest joined table; ties by index."""
+    """Greedy order: always the variable with the smallest joined table; ties by index.
+
+    A variable with one value joins nothing: its tables belong to its neighbours alone.
+    """
     near: list[set[int]] = [set() for _ in sizes]
     for a, b in edges:
-        near[a].add(b)
-        near[b].add(a)
+        if sizes[a] > 1 and sizes[b] > 1:
+            near[a].add(b)
+            near[b].add(a)
 
     def width(v: int) -> int:
         return sizes[v] * prod(sizes[u] for u in near[v])
@@ -75,6 +79,10 @@ def minimise(order: Order, unary: Sequence[Costs], pairs: Sequence[tuple[int, in
     for v, table in enumerate(unary):
         buckets[place[v]].append(((v,), table))
     for a, b, table in pairs:
+        if 1 in table.shape:
+            v = a if table.shape[1] == 1 else b
+            buckets[place[v]].append(((v,), table.reshape(-1)))
+            continue
         buckets[min(place[a], place[b])].append(((a, b), table) if a < b else ((b, a), table.T))
     value = 0.0
     choices: list[NDArray[np.intp]] = []

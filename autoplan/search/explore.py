@@ -15,8 +15,9 @@ from autoplan.search.folding import Folding
 from autoplan.search.lineage import batch_labels
 from autoplan.search.pricing import ModelPricing
 from autoplan.search.problem import Assignment, Costs
+from autoplan.search.reduction import narrowed
 from autoplan.search.selection import Selection
-from autoplan.search.solver import SolverOptions, solve
+from autoplan.search.solver import solve
 from autoplan.search.stages import Pipeline, StageProblem
 from autoplan.search.strategies import Allow
 from autoplan.search.wiring import Wiring
@@ -27,6 +28,12 @@ from searchspace.plan import ClusterInfo, Plan, Recipe
 
 PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 """Prices of memory, as shares of the step's seconds over the bytes that the fastest option needs."""
+
+COARSE = (0.1, 1.0, 100.0)
+"""The prices that show roughly what a candidate can reach."""
+
+MAX_ENTRIES = 1 << 19
+"""Widest table of a selection; wider ones are restricted to the strategies that look best."""
 
 TIE = 1e-6
 """The price that decides between options that are equally fast."""
@@ -72,7 +79,7 @@ class Exploration:
         self.kinds = [block.kind for block in self.folding.blocks]
         self.options: list[Option] = []
         self._known: set[tuple[Assignment, bool]] = set()
-        self._complete = False
+        self._effort = 0
         self._unit = 0.0
         free = self._option(Terms(self.candidate.micro_batches))
         self._unit = self._price_unit(free)
@@ -90,20 +97,31 @@ class Exploration:
             return [1] * stages
         return [min(stages - s, count) for s in range(stages)]
 
-    def pipeline(self, reserve: float = 0.0) -> Pipeline | None:
-        """The best cut into stages that leaves ``reserve`` bytes free; None when nothing fits."""
-        stages, in_flight = self.candidate.stages, self.in_flight()
-        if not self._complete:
-            ideal = self._stages(np.inf).solve(stages, in_flight)
-            roomy = self._stages(self.limit - reserve).solve(stages, in_flight)
+    def pipeline(self, reserve: float = 0.0, cutoff: float = np.inf) -> Pipeline | None:
+        """The best cut into stages that leaves ``reserve`` bytes free; None when nothing fits.
+
+        Options are made as far as they are needed: the fastest while memory is plenty, some prices of
+        memory to see whether the candidate can reach ``cutoff`` seconds, then all.
+        """
+        if self._effort == 0:
+            ideal, roomy = self._cut(np.inf), self._cut(self.limit - reserve)
             if roomy is not None and ideal is not None and roomy.seconds <= ideal.seconds * 1.001:
                 return roomy
-        self._all_options(in_flight)
-        return self._stages(self.limit - reserve).solve(stages, in_flight)
+            self._make_options(COARSE, self.in_flight()[:1])
+            self._effort = 1
+        if self._effort == 1:
+            rough = self._cut(self.limit - reserve)
+            if rough is None or rough.seconds >= cutoff * 1.05:
+                return rough
+            self._make_options(PRICES, (self.in_flight()[0], self.in_flight()[-1]))
+            self._effort = 2
+        return self._cut(self.limit - reserve)
+
+    def _cut(self, limit: float) -> Pipeline | None:
+        return self._stages(limit).solve(self.candidate.stages, self.in_flight())
 
     def least_bytes(self) -> float:
         """Bytes per device that the smallest plan of this candidate needs, as estimated."""
-        self._all_options(self.in_flight())
         return self._stages(self.limit).least_bytes(self.candidate.stages, self.in_flight())
 
     def squeezed(self, pipeline: Pipeline) -> bool:
@@ -118,9 +136,9 @@ class Exploration:
     # -- options ---------------------------------------------------------------------------------
 
     def _option(self, terms: Terms) -> Option:
-        solution = solve(self.selection.problem(terms), SolverOptions(gap=1e-4, work_limit=2.0))
-        figures = self.selection.by_kind(solution.assignment, terms.recompute)
-        option = Option(solution.assignment, terms.recompute, figures)
+        restricted = narrowed(self.selection.problem(terms), MAX_ENTRIES)
+        assignment = restricted.restore(solve(restricted.problem).assignment)
+        option = Option(assignment, terms.recompute, self.selection.by_kind(assignment, terms.recompute))
         if (option.assignment, option.recompute) not in self._known:
             self._known.add((option.assignment, option.recompute))
             self.options.append(option)
@@ -139,13 +157,10 @@ class Exploration:
             Terms(self.candidate.micro_batches, recompute, price_resident=price, price_saved=price * in_flight)
         )
 
-    def _all_options(self, in_flight: Sequence[int]) -> None:
-        if self._complete:
-            return
-        self._complete = True
+    def _make_options(self, prices: Sequence[float], in_flight: Sequence[int]) -> None:
         for recompute in (False, True) if self.recompute else (False,):
-            for k in dict.fromkeys((in_flight[0], in_flight[-1])):
-                for price in PRICES:
+            for k in dict.fromkeys(in_flight):
+                for price in prices:
                     self._priced(max(price, TIE), k, recompute)
 
     # -- stages ----------------------------------------------------------------------------------

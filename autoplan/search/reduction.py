@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autoplan.search.elimination import elimination_order
 from autoplan.search.problem import Assignment, Costs, Edge, Node, Problem
 from searchspace.errors import InfeasibleError
 
@@ -100,6 +102,41 @@ def reduce(problem: Problem, dominance: bool = True) -> Reduction:
             e.target,
             rows(e.source, e.target, e.costs, True),
             None if e.usages is None else rows(e.source, e.target, e.usages, True),
+        )
+        for e in merged
+    )
+    return Reduction(Problem(nodes, edges, problem.limits), tuple(kept))
+
+
+def narrowed(problem: Problem, max_entries: int) -> Reduction:
+    """A restriction whose elimination needs no table above ``max_entries``: a heuristic, not exact.
+
+    Nodes of the widest table lose their worst half of strategies, by own cost and cheapest edges, until
+    it is narrow enough.
+    """
+    merged = sum_parallel(problem.edges)
+    kept: list[Kept] = [np.arange(len(node.costs)) for node in problem.nodes]
+    score = [node.costs.copy() for node in problem.nodes]
+    for edge in merged:
+        score[edge.source] = score[edge.source] + edge.costs.min(axis=1)
+        score[edge.target] = score[edge.target] + edge.costs.min(axis=0)
+    pairs = tuple((e.source, e.target) for e in merged)
+    while True:
+        order = elimination_order(tuple(map(len, kept)), pairs)
+        if order.widest <= max_entries:
+            break
+        size = {v: len(kept[v]) for v in range(len(kept))}
+        _, scope = max(order.steps, key=lambda step: prod(size[v] for v in step[1]))
+        largest = max(scope, key=lambda v: size[v])
+        best = np.argsort(score[largest][kept[largest]], kind="stable")[: max(1, size[largest] // 2)]
+        kept[largest] = kept[largest][np.sort(best)]
+    nodes = tuple(Node(n.name, n.costs[k], n.usages[k]) for n, k in zip(problem.nodes, kept, strict=True))
+    edges = tuple(
+        Edge(
+            e.source,
+            e.target,
+            e.costs[np.ix_(kept[e.source], kept[e.target])],
+            None if e.usages is None else e.usages[np.ix_(kept[e.source], kept[e.target])],
         )
         for e in merged
     )

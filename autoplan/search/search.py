@@ -99,6 +99,27 @@ class _Found:
     pipeline: Pipeline = field(compare=False)
 
 
+class _Family:
+    """Candidates of one mesh, by number of micro-batches; ``pending`` are those worth a look, best estimate first."""
+
+    def __init__(self, members: list[tuple[float, Candidate]]) -> None:
+        self.members = members
+        start = min(range(len(members)), key=lambda i: members[i])
+        self.pending = [(members[start][0], start)]
+        self.best = float("inf")
+        self._seen = {start}
+
+    def note(self, at: int, seconds: float | None) -> None:
+        """Member ``at`` reached ``seconds`` (None: does not fit); its neighbours follow while that improves."""
+        if seconds is not None and seconds >= self.best:
+            return
+        self.best = self.best if seconds is None else seconds
+        for neighbour in (at - 1, at + 1):
+            if 0 <= neighbour < len(self.members) and neighbour not in self._seen:
+                self._seen.add(neighbour)
+                heapq.heappush(self.pending, (self.members[neighbour][0], neighbour))
+
+
 class _Search:
     def __init__(self, context: Context, limits: Limits, progress: Progress | None) -> None:
         self.context, self.limits, self.progress = context, limits, progress
@@ -125,33 +146,29 @@ class _Search:
     # -- exploring -------------------------------------------------------------------------------
 
     def _explore(self) -> None:
-        """Family by family (one mesh each), along the number of micro-batches while it improves."""
-        families = Screening(self.context).families()
-        total = sum(map(len, families))
+        """Family by family (one mesh each), along the number of micro-batches while it improves.
+
+        A first round looks at the most promising member of each family, so that the second, over all
+        families from the best to the worst, has something to prune with.
+        """
+        families = [_Family(members) for members in Screening(self.context).families()]
+        total = sum(len(family.members) for family in families)
         for family in families:
-            self._descend(family, total)
+            self._advance(family, total, steps=1)
+        for family in sorted(families, key=lambda f: f.best):
+            self._advance(family, total, steps=len(family.members))
         self.found.sort()
 
-    def _descend(self, family: list[tuple[float, Candidate]], total: int) -> None:
-        start = min(range(len(family)), key=lambda i: family[i])
-        pending, seen = [(family[start][0], start)], {start}
-        best_here = float("inf")
-        while pending:
-            estimate, at = heapq.heappop(pending)
+    def _advance(self, family: _Family, total: int, steps: int) -> None:
+        for _ in range(steps):
             best = self.found_best()
-            if estimate >= best * SLACK or self.limits.exploring_is_over():
+            if not family.pending or family.pending[0][0] >= best * SLACK or self.limits.exploring_is_over():
                 return
-            candidate = family[at][1]
-            self._say(
-                f"{candidate}" + (f", best so far {best:.4g} s" if self.found else ""), self.limits.explored / total
-            )
-            seconds = self._look(candidate, best)
-            if seconds is None or seconds < best_here:
-                best_here = min(best_here, seconds or best_here)
-                for neighbour in (at - 1, at + 1):
-                    if 0 <= neighbour < len(family) and neighbour not in seen:
-                        seen.add(neighbour)
-                        heapq.heappush(pending, (family[neighbour][0], neighbour))
+            _, at = heapq.heappop(family.pending)
+            candidate = family.members[at][1]
+            reached = f", best so far {best:.4g} s" if self.found else ""
+            self._say(f"{candidate}{reached}", self.limits.explored / total)
+            family.note(at, self._look(candidate, best))
 
     def _look(self, candidate: Candidate, best: float) -> float | None:
         """The estimate of an explored candidate (of its bound when that is hopeless); None when it does not fit."""
@@ -160,7 +177,7 @@ class _Search:
         bound = exploration.bound()
         if bound >= best * SLACK:
             return bound
-        pipeline = exploration.pipeline()
+        pipeline = exploration.pipeline(cutoff=best)
         if pipeline is None:
             self.tight.append(exploration)
             return None
@@ -216,7 +233,8 @@ class _Search:
             f"no plan for {context.graph.name} fits in the memory of {context.cluster.name}: the smallest ({name}) "
             f"needs {bytes_text(need)} per device, the limit is {bytes_text(context.limit)}, so "
             f"{bytes_text(need - context.limit)} are missing. It would fit in devices with {bytes_text(need)}, "
-            f"or in about {devices} devices of this kind; a smaller batch also needs less"
+            f"or in about {devices} devices of this kind; a smaller batch also needs less",
+            missing_bytes=round(need - context.limit),
         )
 
     def _say(self, text: str, share: float | None) -> None:

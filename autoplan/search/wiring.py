@@ -19,6 +19,7 @@ import numpy as np
 from autoplan.search.conversions import Conversions
 from autoplan.search.figures import Figures, Pair, ParameterLayouts, Pricing, Readers
 from autoplan.search.folding import Folding, Group
+from autoplan.search.lineage import batch_labels
 from autoplan.search.problem import Costs
 from autoplan.search.strategies import Allow, Strategy, everything, input_layouts, output_layouts, strategies
 from costmodel.shards import largest_shard
@@ -99,6 +100,7 @@ class Wiring:
         self._adapters: dict[object, tuple[Costs, Costs]] = {}
         self._kept_ways: dict[object, tuple[list[ParameterLayouts], list[Figures]]] = {}
         self._uses: dict[object, tuple[Costs, Costs]] = {}
+        self._batch = batch_labels(self.graph)
         self._none: Layout = (R,) * len(self.mesh.axes)
         self._block_of = {name: i for i, b in enumerate(self.folding.blocks) for name in b.operators}
         self._add_operators()
@@ -132,9 +134,17 @@ class Wiring:
             count[group] += 1
         for group, op in self._representative.items():
             options = strategies(self.graph, op, self.mesh, self.time, self.allow)
+            if group[0] < 0:
+                options = self._simple(op, options)
             figures = [self.pricing.operator(op, s, self.mesh, self.time) for s in options]
             members = Counter({group[0]: count[group]})
             self._operator_node[group] = self._add("operator", group, options, figures, members)
+
+    def _simple(self, op: Operator, options: Sequence[Strategy]) -> tuple[Strategy, ...]:
+        """Of an operator that any stage may repeat: replication, and splits along the batch."""
+        label = self._batch[op.name]
+        found = tuple(s for s in options if all(choice.label in ("", label) for choice in s))
+        return found or tuple(options)
 
     # -- activations -----------------------------------------------------------------------------
 
@@ -185,7 +195,7 @@ class Wiring:
             produced.append((layout, demanded_gradient(layout) if wants else None))
         shape = largest_shard(tensor.shape, (), (), self.time.placement[tensor.name], self.time.micro_batches)
         pairs = {reader: self._read_pairs(reader, tensor) for reader in found}
-        if len(found) > 1:
+        if len(found) > 1 and source[0][0] >= 0:  # what any stage may repeat is cheap: its readers need not agree
             options = tuple(dict.fromkeys((*produced, *(p for wanted in pairs.values() for p in wanted))))
             shared = self._add("tensor", source, options, [Figures()] * len(options), Counter())
             self._link(origin, shared, tensor, shape, produced, options, made.members)
