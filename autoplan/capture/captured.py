@@ -16,7 +16,7 @@ from searchspace.graph import Graph, Tensor
 from searchspace.plan import Mode, Precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Captured:
     """What :func:`autoplan.capture.capture` returns.
 

@@ -213,7 +213,9 @@ class Lowering:
                 (variance, self.call("aten.var.correction", read[0], inside, correction=1)),
             ):
                 before = self.read(running)
-                now = self.call("aten.to.dtype", self.call("aten.mean.dim", statistic, (0,)), Symbol(f"torch.{before.dtype}"))
+                now = self.call(
+                    "aten.to.dtype", self.call("aten.mean.dim", statistic, (0,)), Symbol(f"torch.{before.dtype}")
+                )
                 self._store(running, self.call("aten.lerp.Scalar", before, now, momentum))
         return Alias.fresh(y)
 

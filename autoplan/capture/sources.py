@@ -73,8 +73,8 @@ class Sources:
         fixed = f"forward changes the tensor attribute {path!r} in place; register it with register_buffer"
         if tensor.requires_grad:
             raise CaptureError(
-                f"forward uses a tensor of shape {tuple(tensor.shape)} that requires a gradient and is neither a parameter nor "
-                "computed from one (requires_grad_ or torch.autograd.grad in forward); this cannot be captured"
+                f"forward uses a tensor of shape {tuple(tensor.shape)} that requires a gradient, but is no parameter "
+                "and not computed from one (requires_grad_ or torch.autograd.grad in forward); this cannot be captured"
             )
         if isinstance(tensor, FakeTensor):  # a plain attribute on meta: no data, good for planning only
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -70,8 +70,8 @@ def _open(value: Any) -> Opened | None:
     if isinstance(value, list):
         return list(enumerate(value)), lambda items: items if kind is list else kind(items)
     if isinstance(value, dict | UserDict | Mapping):
-        keys = list(value)
-        return [(key, value[key]) for key in keys], lambda items: _mapping(value, keys, items)
+        keys, blank = list(value), _blank(value)
+        return [(key, value[key]) for key in keys], lambda items: _mapping(kind, blank, keys, items)
     if dataclasses.is_dataclass(value):
         names = [f.name for f in dataclasses.fields(value)]
         return [(n, getattr(value, n)) for n in names], lambda items: _record(kind, names, items)
@@ -82,15 +82,25 @@ def _open(value: Any) -> Opened | None:
     return None
 
 
-def _mapping(like: Any, keys: list[Any], items: list[Any]) -> Any:
-    """A mapping of the type of ``like`` with the same keys in the same order."""
+def _blank(value: Any) -> Any:
+    """An empty copy of a mapping that is more than a dict (a defaultdict, a BatchEncoding), or None."""
+    if type(value) is dict or dataclasses.is_dataclass(value) or not hasattr(value, "clear"):
+        return None
+    blank = copy.copy(value)
+    blank.clear()
+    return blank
+
+
+def _mapping(kind: type, blank: Any, keys: list[Any], items: list[Any]) -> Any:
+    """A mapping of type ``kind`` with ``keys`` in this order."""
     pairs = dict(zip(keys, items, strict=True))
-    kind = type(like)
     if kind is dict:
         return pairs
     if dataclasses.is_dataclass(kind):  # transformers' ModelOutput: a dataclass and a dict at once, None left out
         return kind(**pairs)
-    fresh = copy.copy(like)
+    if blank is None:
+        return kind(pairs)
+    fresh = copy.copy(blank)
     for key, item in pairs.items():
         fresh[key] = item
     return fresh

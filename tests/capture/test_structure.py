@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+import gc
+import weakref
+from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -74,6 +77,23 @@ def test_batch_encoding_and_torch_return_types() -> None:
     leaves, structure = flatten(torch.ones(2, 3).max(1))
     assert len(leaves) == 2
     assert type(structure.unflatten([0, 1])) is torch.return_types.max
+
+
+def test_structures_do_not_keep_the_value() -> None:
+    value = {"x": OrderedDict(y=torch.ones(2)), "z": BatchEncoding({"w": torch.ones(2)})}
+    reference = weakref.ref(value["x"]["y"]), weakref.ref(value["z"]["w"])
+    structure = flatten(value)[1]
+    del value
+    gc.collect()
+    assert [r() for r in reference] == [None, None]
+    again = structure.unflatten([1, 2])
+    assert again["x"] == OrderedDict(y=1) and again["z"]["w"] == 2
+
+
+def test_other_mappings() -> None:
+    for value in (defaultdict(list, a=1), MappingProxyType({"a": 1})):
+        again = flatten(value)[1].unflatten([2])
+        assert type(again) is type(value) and dict(again) == {"a": 2}
 
 
 def test_caches_and_objects_are_leaves() -> None:
