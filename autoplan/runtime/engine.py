@@ -68,6 +68,8 @@ class Engine:
         inputs, outputs, touched = op.inputs, op.outputs, op.inputs + op.outputs
         identity, released = (op.segment.name, op.micro_batch), op.released
         differentiable = op.segment.differentiable
+        tensors = [self.slots[key[0]].tensor for key in inputs]
+        again = [tensor in tensors[:i] for i, tensor in enumerate(tensors)]
 
         def forward() -> None:
             with torch.no_grad():
@@ -79,10 +81,11 @@ class Engine:
 
         def forward_and_keep() -> None:
             leaves = []
-            for key, wanted in zip(inputs, differentiable, strict=True):
+            for key, wanted, second in zip(inputs, differentiable, again, strict=True):
                 value = buffers[key]
-                # parameters are leaves already
-                leaves.append(value if value.requires_grad is wanted else value.detach().requires_grad_(wanted))
+                # parameters are leaves already, but two slots of one may share a buffer and want a gradient each
+                own = value.requires_grad is wanted and not second
+                leaves.append(value if own else value.detach().requires_grad_(wanted))
             if released:
                 with torch.enable_grad():
                     release = Release(leaves, released)
