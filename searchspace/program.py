@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from searchspace.graph import Operator
-from searchspace.layout import Layout, Placement, Region, Reduction, Shape
+from searchspace.layout import Layout, Placement, Reduction, Region, Shape
 from searchspace.mesh import Device, Mesh
 
 Rank = Device
