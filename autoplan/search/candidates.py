@@ -35,7 +35,11 @@ class Candidate:
 
     def __str__(self) -> str:
         shape = " x ".join(f"{name} {size}" for name, size in self.axes)
-        return f"{self.stages} stages of {shape}, {self.micro_batches} micro-batches"
+        return f"{_count(self.stages, 'stage')} of {shape}, {_count(self.micro_batches, 'micro-batch')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('h') else 's'}"
 
 
 def meshes(cluster: Cluster, blocks: int) -> list[tuple[int, int, int]]:

@@ -222,13 +222,11 @@ class _Search:
         context = self.context
         if self.limits.status != "complete" and not self.referee.judged:
             raise SearchError(f"the search ended ({self.limits.status}) before any plan was found")
-        needs = [(e.least_bytes(), str(e.candidate)) for e in self.tight]
-        needs += [(float(max(j.evaluation.peak_bytes)), j.name) for j in self.referee.judged]
-        need, name = min(needs)
-        need = max(need, context.limit + 1)
+        self._smallest()
+        need, name = min((max(j.evaluation.peak_bytes), j.name) for j in self.referee.judged)
         devices = context.cluster.size
         while need * context.cluster.size > context.limit * devices:
-            devices *= 2
+            devices *= 2  # as if everything could be spread further
         raise InfeasibleError(
             f"no plan for {context.graph.name} fits in the memory of {context.cluster.name}: the smallest ({name}) "
             f"needs {bytes_text(need)} per device, the limit is {bytes_text(context.limit)}, so "
@@ -236,6 +234,17 @@ class _Search:
             f"or in about {devices} devices of this kind; a smaller batch also needs less",
             missing_bytes=round(need - context.limit),
         )
+
+    def _smallest(self) -> None:
+        """Referee the plans that need least memory among those that did not fit by estimate."""
+        needs = sorted((e.least_bytes(), i) for i, e in enumerate(self.tight))
+        for need, i in needs[:2]:
+            exploration = self.tight[i]
+            exploration.limit = need * (1 + 1e-6)
+            pipeline = exploration.pipeline()
+            if pipeline is not None:
+                plan = exploration.plan(pipeline, self.context.info, self.context.recipe)
+                self.referee.price(str(exploration.candidate), plan, exploration.model)
 
     def _say(self, text: str, share: float | None) -> None:
         if self.progress is not None:
