@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,9 @@ def search(
     """
     from autoplan.search import search_plan
 
-    captured = _captured(model, args, kwargs, mode, precision, loss_fn, loss_args, batch_dims)
+    machine = this_cluster() if cluster is None else Cluster.parse(cluster)
+    kind = "cpu" if machine.device(0).backend == "cpu" else "cuda"
+    captured = _captured(model, args, kwargs, mode, precision, loss_fn, loss_args, batch_dims, kind)
     recipe = Recipe(
         mode=captured.mode,
         precision=captured.precision,
@@ -76,7 +79,7 @@ def search(
     )
     return search_plan(
         captured.graph,
-        this_cluster() if cluster is None else Cluster.parse(cluster),
+        machine,
         recipe,
         memory_limit=memory_limit,
         time_limit=time_limit,
@@ -110,8 +113,9 @@ def parallelize(
 
     Every rank of a ``torchrun`` job makes this call; without a launcher one process holds all the
     plan's ranks.  Without ``plan`` one is searched for ``cluster`` (default: the ranks at hand); rank
-    0 searches, all ranks run its plan.  ``args`` and ``kwargs`` hold the global batch, or with
-    ``sharded_input`` only this rank's part in later calls of ``train_step``.
+    0 searches, all ranks run its plan.  ``args`` and ``kwargs`` are examples of the global batch (on
+    ``meta`` where it is not at hand).  Later calls pass the global batch on every rank, or with
+    ``sharded_input`` each rank its own part: the parts in rank order are the global batch.
 
     ``nonfinite`` decides, on all ranks together, what happens to a step whose loss or gradients are
     NaN or infinite: ``"ignore"``, ``"raise"`` or ``"skip"``.  ``compile`` compiles every generated
@@ -125,15 +129,15 @@ def parallelize(
         _agree("precision", precision, found.recipe.precision)
         _agree("mode", mode, found.recipe.mode)
         mode, precision = found.recipe.mode, found.recipe.precision
-    captured = _captured(model, args, kwargs, mode, precision, loss_fn, loss_args, batch_dims)
     transport: Transport | None = join(timeout_seconds) if _distributed() else None
+    kind = None if transport is None else transport.device.type
+    captured = _captured(model, args, kwargs, mode, precision, loss_fn, loss_args, batch_dims, kind)
     if found is None:
-        make = lambda: search(  # noqa: E731
-            captured, cluster=cluster or this_cluster(), optimizer=optimizer, memory_limit=memory_limit, seed=seed
-        )
+        make = partial(search, captured, cluster=cluster, optimizer=optimizer, memory_limit=memory_limit, seed=seed)
         found = make() if transport is None else _from_rank_0(make)
     check_plan(captured.graph, found, None if transport is None else transport.world)
-    options = RuntimeOptions(sharded_input, nonfinite, seed, SegmentOptions("inductor" if compile else None, None if dump is None else Path(dump)))
+    segments = SegmentOptions("inductor" if compile else None, None if dump is None else Path(dump))
+    options = RuntimeOptions(sharded_input, nonfinite, seed, segments)
     programs = make_programs(captured.graph, found)
     parallel = Parallel(captured, programs, transport or InProcess(found.world_size, _device(captured)), options)
     parallel.information["plan"] = found.to_json()
@@ -178,6 +182,7 @@ def _captured(
     loss_fn: Callable[..., Any] | None,
     loss_args: Sequence[Any],
     batch_dims: Mapping[str, int | None] | None,
+    device: str | None,
 ) -> Captured:
     if isinstance(model, Captured):
         _agree("mode", mode, model.mode)
@@ -192,6 +197,7 @@ def _captured(
         mode=mode or "train",
         precision=precision or "float32",
         batch_dims=batch_dims,
+        device=device,
     )
 
 
