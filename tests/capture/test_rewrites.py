@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from autoplan.capture.call import symbolic
 from autoplan.capture.rewrites import REWRITES
+from autoplan.capture.rewrites.arrangement import Arrangement
 from autoplan.operators import resolve
 from autoplan.operators.randomness import set_step
 from searchspace.graph import Symbol
@@ -323,6 +325,77 @@ def test_parts_of_a_linear_layer() -> None:
     rows = emit("aten.split.Tensor", fused, 2, 0)
     assert emit.targets[-2:] == ["aten.slice.Tensor"] * 2
     assert [p.shape for p in rows] == [(2, 3, 16)] * 2
+
+
+def test_linear_layer_of_flattened_rows() -> None:
+    """The dims that were flattened can be split one by one."""
+    x, weight, bias = T(4, 3, 6), T(8, 6), T(8)
+    emit = EagerEmit()
+    flat = emit("aten.reshape.default", Eager(x), (12, 6))
+    y = emit("aten.linear.default", flat, Eager(weight), Eager(bias))
+    z = emit("aten.reshape.default", y, (4, 3, 8))
+    assert z.origin.target == "aten.linear.default"
+    assert z.origin.given[0].value is x
+    torch.testing.assert_close(z.value, F.linear(x, weight, bias))
+    other = emit("aten.reshape.default", y, (3, 4, 8))
+    assert other.origin.target == "aten.reshape.default"
+
+
+def test_heads_of_multi_head_attention_are_not_merged_with_the_batch() -> None:
+    """As nn.MultiheadAttention does: packed projections, [t, (b h), d] on the way to [b, h, t, d] and back."""
+    t, b, h, d = 5, 3, 2, 4
+    x, weight, bias = T(t, b, h * d), T(3 * h * d, h * d), T(3 * h * d)
+    emit = EagerEmit()
+    packed = emit("aten.linear.default", Eager(x), Eager(weight), Eager(bias))
+    packed = emit("aten.unsqueeze.default", emit("aten.reshape.default", packed, (t, b, 3, h * d)), 0)
+    packed = emit("aten.squeeze.dim", emit("aten.transpose.int", packed, 0, -2), -2)
+    packed = emit("aten.contiguous.default", packed)
+    emit.targets.clear()
+    key = emit("aten.select.int", packed, 0, 1)
+    assert emit.targets == ["autoplan.fused_linear.default"]
+    expected = F.linear(x, weight, bias).unflatten(-1, (3, h * d)).select(-2, 1)
+    torch.testing.assert_close(key.value, expected)
+    rows = emit("aten.transpose.int", emit("aten.reshape.default", key, (t, b * h, d)), 0, 1)
+    emit.targets.clear()
+    heads = emit("aten.reshape.default", rows, (b, h, t, d))
+    assert emit.targets == ["aten.reshape.default", "aten.permute.default"]
+    assert heads.origin.given[0].shape == (t, b, h, d)
+    torch.testing.assert_close(heads.value, expected.reshape(t, b * h, d).transpose(0, 1).reshape(b, h, t, d))
+    back = emit("aten.reshape.default", emit("aten.permute.default", heads, (2, 0, 1, 3)), (t * b, h * d))
+    emit.targets.clear()
+    out = emit("aten.reshape.default", emit("aten.linear.default", back, Eager(T(6, h * d))), (t, b, 6))
+    assert emit.targets == ["aten.linear.default", "aten.reshape.default", "aten.linear.default"]
+    assert out.origin.given[0].shape == (t, b, h * d)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_arrangements_of_random_chains(seed: int) -> None:
+    """A chain of reshapes and permutations, taken apart and emitted anew, gives the same tensor."""
+    random = Random(seed)
+    primes = [random.choice([1, 2, 2, 3, 5]) for _ in range(random.randint(2, 5))]
+
+    def some_shape() -> tuple[int, ...]:
+        shape: list[int] = [1]
+        for prime in random.sample(primes, len(primes)):
+            if random.random() < 0.5:
+                shape.append(prime)
+            else:
+                shape[-1] *= prime
+        return tuple(shape)
+
+    emit = EagerEmit()
+    x = T(*some_shape())
+    value, expected = Eager(x), x
+    for _ in range(4):
+        if random.random() < 0.5:
+            shape = some_shape()
+            value, expected = emit("aten.reshape.default", value, shape), expected.reshape(shape)
+        else:
+            order = tuple(random.sample(range(expected.dim()), expected.dim()))
+            value, expected = emit("aten.permute.default", value, order), expected.permute(order)
+    assert torch.equal(value.value, expected)
+    arrangement = Arrangement.of(value)
+    assert torch.equal(arrangement.emit(emit).value, expected)
 
 
 @pytest.mark.parametrize("scale", [None, 0.3])

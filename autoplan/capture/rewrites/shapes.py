@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autoplan.capture.call import Emit, Handle, Rewrite
+from autoplan.capture.rewrites.arrangement import Arrangement
 from searchspace.graph import Symbol
 
 
@@ -50,6 +51,53 @@ def _spread(emit: Emit, x: Handle, apart: Any, wide: Any, result: Any) -> Any:
     return emit("aten.reshape.default", found, result)
 
 
+def reshape(emit: Emit, x: Handle, shape: Any) -> Any:
+    """Without detours: linear layers of flattened rows, and dims that are merged only to be taken apart again."""
+    if -1 in shape:
+        return NotImplemented
+    unflattened = _linear_of_rows(emit, x, tuple(shape))
+    if unflattened is not None:
+        return unflattened
+    before = Arrangement.of(x)
+    if before.merged and before.regroup(tuple(shape)) and not before.mixed:
+        return before.emit(emit)
+    return NotImplemented
+
+
+def _linear_of_rows(emit: Emit, x: Any, shape: tuple[int, ...]) -> Any:
+    """``reshape(linear(reshape(y, [-1, k]), w), [a, b, n])`` as a linear of ``y`` as [a, b, k], or None."""
+    made = getattr(x, "origin", None)
+    if made is None or made.target != "aten.linear.default" or shape[-1:] != x.shape[-1:]:
+        return None
+    flat, *rest = made.given
+    before = getattr(flat, "origin", None)
+    if before is None or before.target != "aten.reshape.default":
+        return None
+    y, lead = before.given[0], shape[:-1]
+    if tuple(y.shape[: len(lead)]) != lead or prod(y.shape[len(lead) :]) != flat.shape[-1]:
+        return None
+    wanted = (*lead, flat.shape[-1])
+    return emit(
+        "aten.linear.default", y if tuple(y.shape) == wanted else emit("aten.reshape.default", y, wanted), *rest
+    )
+
+
+def select(emit: Emit, x: Handle, dim: int, index: int) -> Any:
+    """One of several projections that a linear layer makes at once, as a part of it that can be split."""
+    found = Arrangement.of(x)
+    made = getattr(found.base, "origin", None)
+    group = found.groups[dim % len(x.shape)]
+    last = len(found.base.shape) - 1
+    if made is None or made.target != "aten.linear.default" or len(group) != 1 or found.from_dim[group[0]] != last:
+        return NotImplemented
+    features = [atom for atom in found.order if found.from_dim[atom] == last]
+    if len(features) < 2 or features[0] != group[0]:
+        return NotImplemented
+    count = found.sizes[group[0]]
+    parts = _linear_parts(emit, made, [found.base.shape[-1] // count] * count)
+    return found.without(dim % len(x.shape), parts[index % count]).emit(emit)
+
+
 def split(emit: Emit, x: Handle, size: Any, dim: int = 0) -> Any:
     """split and split_with_sizes: a slice for each part."""
     extent = x.shape[dim]
@@ -78,11 +126,7 @@ def _parts(emit: Emit, x: Handle, widths: list[int], dim: int) -> Any:
     made = getattr(x, "origin", None)
     last = dim % len(x.shape) == len(x.shape) - 1
     if made is not None and made.target == "aten.linear.default" and last and len(widths) > 1 and min(widths) > 0:
-        source, weight, *rest = made.given
-        bias = rest[0] if rest else None
-        return emit(
-            "autoplan.fused_linear.default", source, weight, bias, tuple(widths), (0,) * len(widths), tuple(widths)
-        )
+        return _linear_parts(emit, made, widths)
     ends = [sum(widths[: i + 1]) for i in range(len(widths))]
     return tuple(emit("aten.slice.Tensor", x, dim, end - width, end) for width, end in zip(widths, ends, strict=True))
 
@@ -93,6 +137,13 @@ def concatenate(emit: Emit, tensors: Any, dim: int = 0) -> Any:
     if len(kept) == len(tensors) or not kept or len({x.dtype for x in tensors}) > 1:
         return NotImplemented
     return kept[0] if len(kept) == 1 else emit("aten.cat.default", tuple(kept), dim)
+
+
+def _linear_parts(emit: Emit, made: Any, widths: list[int]) -> Any:
+    """The parts of the result of the linear layer ``made``."""
+    source, weight, *rest = made.given
+    bias = rest[0] if rest else None
+    return emit("autoplan.fused_linear.default", source, weight, bias, tuple(widths), (0,) * len(widths), tuple(widths))
 
 
 def arange(emit: Emit, end: Any, *, dtype: Symbol | None = None, **kwargs: Any) -> Any:
@@ -131,6 +182,8 @@ def embedding(
 
 REWRITES: dict[str, Rewrite] = {
     **dict.fromkeys(("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"), squeeze),
+    "aten.reshape.default": reshape,
+    "aten.select.int": select,
     "aten.repeat.default": repeat,
     "aten.tile.default": tile,
     "aten.repeat_interleave.self_int": repeat_interleave,
