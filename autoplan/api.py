@@ -69,7 +69,7 @@ def search(
     from autoplan.search import search_plan
 
     machine = this_cluster() if cluster is None else Cluster.parse(cluster)
-    kind = "cpu" if machine.device(0).backend == "cpu" else "cuda"
+    kind = "cuda" if machine.device(0).backend == "cuda" and torch.cuda.is_available() else None
     captured = _captured(model, args, kwargs, mode, precision, loss_fn, loss_args, batch_dims, kind)
     recipe = Recipe(
         mode=captured.mode,
