@@ -81,8 +81,11 @@ class Context:
 
     @cached_property
     def everywhere(self) -> int:
-        """Bytes that every device holds whatever the plan: inputs, buffers, constants."""
-        return sum(t.bytes for t in self.graph.of_kind("input", "buffer", "constant"))
+        """Bytes that every device holds whatever the plan: inputs, buffers, constants, communication buffers."""
+        held = sum(t.bytes for t in self.graph.of_kind("input", "buffer", "constant"))
+        if self.cluster.size > 1:
+            held += max(node.device.communication for node in self.cluster.nodes)
+        return held
 
     @cached_property
     def granule(self) -> int:
