@@ -20,7 +20,6 @@ from autoplan.runtime.in_process import InProcess
 from autoplan.runtime.launch import join, under_torchrun
 from autoplan.runtime.parallel import Nonfinite, Parallel, RuntimeOptions
 from autoplan.runtime.transport import Transport
-from autoplan.verification import verify as verify
 from costmodel.cluster import Cluster, detect
 from costmodel.collectives import CommunicationPrices
 from searchspace.conversion import ElementCount, Prices
