@@ -162,8 +162,10 @@ def make_programs(graph: Graph, plan: Plan) -> Programs:
 
 def this_cluster(ranks: int | None = None) -> Cluster:
     """The devices of this job as a cluster: CUDA devices where there are some, else CPU ranks."""
-    world = ranks or int(os.environ.get("WORLD_SIZE", "0")) or max(1, torch.cuda.device_count())
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or world
+    joined = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0
+    started = joined or int(os.environ.get("WORLD_SIZE", "0"))
+    world = ranks or started or max(1, torch.cuda.device_count())
+    local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or world)
     if world % local:
         raise ClusterError(f"{world} ranks are no whole number of nodes of {local} ranks; pass cluster=")
     if torch.cuda.is_available():
