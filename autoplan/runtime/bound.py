@@ -88,7 +88,11 @@ class BoundProgram:
         """Run once.  Runs as captured, whatever autocast or gradient mode surrounds the call."""
         given = {(slot, ONCE): inputs[name] for name, slot in self.program.inputs.items() if name in inputs}
         for rank, store in self.stores.items():
-            store.buffers.update(self._held[rank])
+            # leaves of their own: what autograd adds up in a run is not the user's `.grad`
+            store.buffers.update(
+                (key, value.detach().requires_grad_() if value.requires_grad else value)
+                for key, value in self._held[rank].items()
+            )
             store.buffers.update(given)
         try:
             with torch.no_grad(), torch.autocast(self.device_type, enabled=False):

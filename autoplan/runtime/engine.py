@@ -126,19 +126,19 @@ class Engine:
                     grads.append(grad)
                     store.owned.discard(key)  # autograd may return this very buffer
             sources = [leaves[i] for i, _, _ in wanted]
-            found: tuple[Tensor | None, ...]
-            if outs and sources:
-                found = torch.autograd.grad(outs, sources, grads, allow_unused=True)
-            else:
-                found = (None,) * len(sources)
-            for (_, key, dtype), leaf, grad in zip(wanted, sources, found, strict=True):
+            found, added = _gradients(outs, grads, sources, [store.own(key) for _, key, _ in wanted])
+            fresh = {}
+            for (_, key, dtype), leaf, grad, done in zip(wanted, sources, found, added, strict=True):
+                if done:
+                    continue
                 if grad is not None:
                     if key in buffers or grad.dtype is not dtype:
                         store.add(key, grad, dtype)
                     else:
-                        buffers[key] = grad
+                        buffers[key] = fresh[key] = grad
                 elif key not in buffers:
                     store.put(key, torch.zeros_like(leaf, dtype=dtype, requires_grad=False), owned=True)
+            store.own_alone(fresh, (*results, *grads, *leaves))
 
         return backward
 
@@ -160,6 +160,33 @@ class Engine:
                 forget(key)
 
         return free
+
+
+def _gradients(
+    outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor], totals: Sequence[Tensor | None]
+) -> tuple[Sequence[Tensor | None], Sequence[bool]]:
+    """The gradient of each input, and whether it is in its total already.
+
+    Where a buffer for the total is at hand autograd adds to it in place, as soon as the gradient is known and
+    while it is in the cache; gradients of many parameters never exist at the same time.
+    """
+    nothing = (False,) * len(inputs)
+    if not outputs or not inputs:
+        return (None,) * len(inputs), nothing
+    added = [
+        total is not None and leaf.grad is None and total.dtype is leaf.dtype
+        for leaf, total in zip(inputs, totals, strict=True)
+    ]
+    if not any(added):
+        return torch.autograd.grad(outputs, inputs, seeds, allow_unused=True), nothing
+    for leaf, total, wanted in zip(inputs, totals, added, strict=True):
+        if wanted:
+            leaf.grad = total
+    torch.autograd.backward(outputs, seeds, inputs=inputs)
+    found = [leaf.grad for leaf in inputs]
+    for leaf in inputs:
+        leaf.grad = None
+    return found, added
 
 
 def describe(instruction: Instruction) -> str:

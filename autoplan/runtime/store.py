@@ -7,7 +7,10 @@ and gave it to nobody else.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -61,6 +64,22 @@ class Store:
             present.add_(value)
         else:
             self.put(key, torch.add(present, value).to(dtype), owned=True)
+
+    def own(self, key: Key) -> Tensor | None:
+        """The buffer of ``key`` if it may be modified in place."""
+        return self.buffers[key] if key in self.owned else None
+
+    def own_alone(self, fresh: Mapping[Key, Tensor], others: Iterable[Tensor]) -> None:
+        """Own those of the ``fresh`` gradients whose memory neither another one nor one of ``others`` uses.
+
+        ``others`` is whatever a backward pass could have returned instead of a new tensor.
+        """
+        if not fresh:
+            return
+        users = Counter(value.untyped_storage().data_ptr() for value in chain(fresh.values(), others))
+        for key, value in fresh.items():
+            if users[value.untyped_storage().data_ptr()] == 1 and value.is_contiguous():
+                self.owned.add(key)
 
     def share(self, source: Key, target: Key) -> None:
         """Let ``target`` name the buffer of ``source`` too."""

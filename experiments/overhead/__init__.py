@@ -1,0 +1,1 @@
+"""What the executor costs beside PyTorch's own ways to run the same computation."""

@@ -1,0 +1,128 @@
+"""Interleaved timing of contenders that compute the same, and the statistics of their ratio.
+
+Machines drift and have neighbours, so contenders take turns: in each round every contender runs once, in an
+order that rotates, and only times of the same round are divided.  With several ranks a round's time is
+that of the slowest rank, which all start together.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from scipy import stats
+
+Step = Callable[[], float]
+"""One training step; returns the loss."""
+
+OURS = "autoplan"
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Time of autoplan divided by that of a peer, over rounds.
+
+    Fields
+        median: of the ratios of single rounds.
+        low, high: 95 % confidence interval of the median, bootstrap with bias correction (BCa).
+        slower_rounds: rounds in which autoplan took longer.
+        sign_test: two-sided p value of the sign test that either is as often the faster one.
+    """
+
+    peer: str
+    median: float
+    low: float
+    high: float
+    rounds: int
+    slower_rounds: int
+    sign_test: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}] of {self.peer}"
+
+
+def take_turns(steps: Mapping[str, Step], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Seconds of each contender by round, warm-up left out; the same on all ranks.
+
+    Raises AssertionError when the losses of the first step differ: then nothing is worth timing.
+    """
+    losses = {name: step() for name, step in steps.items()}
+    reference = losses[OURS]
+    for name, loss in losses.items():
+        assert not abs(loss - reference) > 1e-4 * abs(reference), f"{name} computes {loss}, autoplan {reference}"
+    names = list(steps)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(warm_up + rounds):
+        gc.collect()
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            taken = _together(steps[name])
+            if number >= warm_up:
+                seconds[name].append(taken)
+    return seconds
+
+
+def _together(step: Step) -> float:
+    """Seconds of one step, of the slowest rank."""
+    if not dist.is_initialized():
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def ratio(seconds: Mapping[str, Sequence[float]], peer: str) -> Ratio:
+    """How autoplan compares with ``peer``."""
+    ratios = np.array(seconds[OURS]) / np.array(seconds[peer])
+    interval = stats.bootstrap((ratios,), np.median, random_state=np.random.default_rng(0)).confidence_interval
+    slower = int((ratios > 1).sum())
+    sign = stats.binomtest(slower, len(ratios)).pvalue
+    return Ratio(
+        peer, float(np.median(ratios)), float(interval.low), float(interval.high), len(ratios), slower, float(sign)
+    )
+
+
+def report(study: str, setting: str, seconds: Mapping[str, Sequence[float]]) -> None:
+    """Print the table of one setting, and keep it under ``results/<study>.json``."""
+    ratios = [ratio(seconds, peer) for peer in seconds if peer != OURS]
+    medians = {name: float(np.median(times)) for name, times in seconds.items()}
+    print(f"{study}, {setting}")
+    for name, median in medians.items():
+        print(f"  {name:32} {median * 1e3:9.2f} ms")
+    for found in ratios:
+        print(f"  {found}; slower in {found.slower_rounds} of {found.rounds} rounds, p = {found.sign_test:.2g}")
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{study}.json"
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept[setting] = {
+        "machine": machine(),
+        "median_seconds": medians,
+        "ratios": [asdict(found) for found in ratios],
+        "seconds": {name: [round(t, 6) for t in times] for name, times in seconds.items()},
+    }
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def machine() -> dict[str, str | float]:
+    """What ran, in words; ``load`` is the number of runnable tasks over the last minute."""
+    return {
+        "processor": f"{os.cpu_count()} {platform.machine()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load": round(os.getloadavg()[0], 2),
+    }
