@@ -34,7 +34,7 @@ class StageDraft:
         operators: names, repeatable ones included.
         labels: by operator and axis; what is left out is replicated.
         parameters: layouts by parameter tensor; what is left out follows its readers.
-        recompute: patterns of regions.
+        recompute, separate: patterns of regions.
     """
 
     axes: Mapping[str, int]
@@ -43,6 +43,7 @@ class StageDraft:
     labels: Mapping[str, Mapping[str, str]]
     parameters: Mapping[str, ParameterLayouts] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
+    separate: tuple[str, ...] = ()
 
 
 def assemble(
@@ -73,6 +74,7 @@ def assemble(
         operators={name: labels[name] for name in sorted(labels, key=position.__getitem__)},
         parameters=_parameters(graph, drafts),
         recompute=tuple(dict.fromkeys(pattern for draft in drafts for pattern in draft.recompute)),
+        separate=tuple(dict.fromkeys(pattern for draft in drafts for pattern in draft.separate)),
     )
     order = Order(lanes=_lanes(drafts, micro_batches, schedule, recipe.mode == "train"))
     model = ModelInfo(name=graph.name, fingerprint=graph.fingerprint, signature=graph.signature)
@@ -135,6 +137,19 @@ def _parameters(graph: Graph, drafts: Sequence[StageDraft]) -> dict[str, Paramet
 
 def _entries(names: Sequence[str], layout: Layout) -> dict[str, str]:
     return {name: str(placement) for name, placement in zip(names, layout, strict=True)}
+
+
+def gathers(layouts: ParameterLayouts) -> bool:
+    """Whether a parameter is stored in parts and gathered for each use (ZeRO-3)."""
+    return any(s != u and not isinstance(u, Partial) for s, u in zip(layouts.stored, layouts.used[0], strict=True))
+
+
+def gathering_blocks(
+    graph: Graph, blocks: Sequence[Sequence[str]], parameters: Mapping[str, ParameterLayouts]
+) -> list[Sequence[str]]:
+    """The blocks that gather parameters: as segments of their own they hold one block's at a time."""
+    names = {name for name, layouts in parameters.items() if gathers(layouts)}
+    return [b for b in blocks if any(i in names for name in b for i in graph.operator[name].inputs)]
 
 
 def stage_operators(graph: Graph, folding: Folding, cuts: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:

@@ -31,6 +31,8 @@ class SearchOptions:
     """Whether layers may be recomputed in backward."""
     stages: tuple[int, ...] | None = None
     """Numbers of pipeline stages to consider; all that divide the devices by default."""
+    inner: tuple[int, ...] | None = None
+    """Sizes of a mesh's inner axis to consider; ``(1,)`` for meshes with one axis."""
     micro_batches: tuple[int, ...] | None = None
     """Numbers of micro-batches to consider; powers of two of samples by default."""
     pins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -50,7 +52,9 @@ class Context:
         self, graph: Graph, cluster: Cluster, recipe: Recipe, memory_limit: float | None, global_batch: int | None,
         options: SearchOptions,
     ) -> None:  # fmt: skip
-        batch = global_batch or recipe.global_batch or graph.batch
+        batch = next((b for b in (global_batch, recipe.global_batch) if b is not None), graph.batch)
+        if batch is not None and batch < 1:
+            raise SearchError(f"expected a global batch >= 1, got {batch}")
         self.graph = graph if batch is None or batch == graph.batch else rebatch(graph, batch)
         self.cluster, self.options = cluster, options
         self.recipe = recipe.model_copy(update={"global_batch": batch})

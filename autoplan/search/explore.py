@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.search.assembly import RegionNames, StageDraft, assemble, stage_operators
+from autoplan.search.assembly import RegionNames, StageDraft, assemble, gathering_blocks, stage_operators
 from autoplan.search.candidates import Candidate
 from autoplan.search.conversions import Conversions
 from autoplan.search.figures import KindFigures, ParameterLayouts, Readers, Terms
@@ -122,6 +122,9 @@ class Exploration:
 
     def least_bytes(self) -> float:
         """Bytes per device that the smallest plan of this candidate needs, as estimated."""
+        if self._effort == 0:
+            self._make_options(COARSE, self.in_flight()[:1])
+            self._effort = 1
         return self._stages(self.limit).least_bytes(self.candidate.stages, self.in_flight())
 
     def squeezed(self, pipeline: Pipeline) -> bool:
@@ -207,14 +210,18 @@ class Exploration:
                 if self.options[option].recompute and self._trained(block.operators):
                     recompute.append(regions.pattern(block.operators))
             mesh = self.candidate.mesh(index)
+            parameters = self._parameters(option_of, layouts)
+            own = [block.operators for block in blocks[stage.first : stage.last]]
+            gathering = gathering_blocks(self.graph, own, parameters)
             drafts.append(
                 StageDraft(
                     {rename[name]: size for name, size in mesh.axes},
                     mesh.devices,
                     names,
                     {name: {rename[a]: label for a, label in entry.items()} for name, entry in chosen.items()},
-                    self._parameters(option_of, layouts),
+                    parameters,
                     tuple(recompute),
+                    tuple(p for p in map(regions.pattern, gathering) if p not in recompute),
                 )
             )
         return assemble(self.graph, cluster, recipe, drafts, self.candidate.micro_batches, schedule)

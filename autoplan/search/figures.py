@@ -49,7 +49,7 @@ class KindFigures:
     """Per block of each kind, arrays of shape (kinds,): seconds per micro-batch and per step, bytes.
 
     ``saved`` is kept per micro-batch in flight, ``interior`` is what a block keeps without recomputation,
-    ``carried`` what it reads from other blocks.
+    ``carried`` what it reads from other blocks, ``gathered`` parameters that are whole only while it runs.
     """
 
     seconds: Costs
@@ -58,6 +58,7 @@ class KindFigures:
     saved: Costs
     interior: Costs
     carried: Costs
+    gathered: Costs
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Pricing(Protocol):
         ...
 
     def shard_bytes(self, tensor: Tensor, layout: Layout, mesh: Mesh, time: TimeAxis) -> float:
-        """Bytes of an activation on the fullest device in the fullest micro-batch."""
+        """Bytes of an activation, in the fullest micro-batch, or of a parameter on the fullest device."""
         ...
 
     def saved_by_maker(self, tensor: Tensor) -> bool:

@@ -64,6 +64,10 @@ def fold(graph: Graph, *, repeats: bool = True) -> Folding:
     repeatable = _repeatable(graph)
     outside = set(repeatable)
     operators = [op for op in graph.operators if op.name not in outside]
+    if not operators:  # a model without parameters: nothing to repeat it beside
+        repeatable, outside, operators = (), set(), list(graph.operators)
+    if not operators:
+        return Folding((), ())
     numbers: dict[Hashable, int] = {}
     tokens = np.array(
         [numbers.setdefault(_token(graph, op, outside), len(numbers)) for op in operators], dtype=np.int64

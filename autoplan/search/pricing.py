@@ -8,7 +8,7 @@ from autoplan.search.figures import Figures, ParameterLayouts
 from autoplan.search.strategies import Strategy
 from costmodel.model import CostModel
 from searchspace.graph import Operator, Tensor
-from searchspace.layout import Layout
+from searchspace.layout import Layout, R
 from searchspace.mesh import Mesh
 from searchspace.microbatch import TimeAxis
 
@@ -43,7 +43,7 @@ class ModelPricing:
         return Figures(step=step, resident=float(held_bytes.total))
 
     def shard_bytes(self, tensor: Tensor, layout: Layout, mesh: Mesh, time: TimeAxis) -> float:
-        return float(self.model.bytes(tensor.name, layout, mesh, time.placement[tensor.name]))
+        return float(self.model.bytes(tensor.name, layout, mesh, time.placement.get(tensor.name, R)))
 
     def saved_by_maker(self, tensor: Tensor) -> bool:
         return self._root.get(tensor.name, tensor.name) in self.model.kept

@@ -44,10 +44,14 @@ class Screening:
         found: dict[tuple[int, int, int], list[tuple[float, Candidate]]] = {}
         blocks, batch = len(context.folding.blocks), context.graph.batch
         for candidate in candidates(context.cluster, blocks, batch, context.granule):
-            excluded = (options.stages is not None and candidate.stages not in options.stages) or (
-                options.micro_batches is not None and candidate.micro_batches not in options.micro_batches
+            wanted = (
+                (options.stages, candidate.stages),
+                (options.inner, candidate.inner),
+                (options.micro_batches, candidate.micro_batches),
             )
-            if not excluded and context.model(candidate.micro_batches) is not None:
+            if any(allowed is not None and value not in allowed for allowed, value in wanted):
+                continue
+            if context.model(candidate.micro_batches) is not None:
                 shape = (candidate.stages, candidate.outer, candidate.inner)
                 found.setdefault(shape, []).append((self.estimate(candidate), candidate))
         if not found:

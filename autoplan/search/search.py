@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from autoplan.search.assembly import StageDraft, assemble
 from autoplan.search.bound import step_bound
 from autoplan.search.candidates import Candidate
 from autoplan.search.context import Context, SearchOptions
@@ -22,7 +23,7 @@ from costmodel.cluster import Cluster
 from costmodel.units import bytes_text
 from searchspace.errors import IllegalPlanError, InfeasibleError, SearchError
 from searchspace.graph import Graph
-from searchspace.plan import Plan, Recipe, RunnerUp, SearchRecord
+from searchspace.plan import ClusterInfo, Plan, Prediction, Recipe, RunnerUp, SearchRecord
 
 Progress = Callable[[str, float | None], None]
 
@@ -48,7 +49,8 @@ def search_plan(
     Parameters
         memory_limit: bytes per device, if less than the device has.
         global_batch: samples of one step; default: the recipe's, else the graph's own batch.
-        time_limit: seconds after which the best plan so far is returned (so does Ctrl-C).
+        time_limit: seconds after which the best plan so far is returned (so does Ctrl-C); it does not
+            end the search before there is one.
         work_limit: number of candidates to explore; makes the result independent of the machine's speed.
         progress: called with a text and the share that is done.
 
@@ -56,6 +58,8 @@ def search_plan(
     when a limit ended the search before any plan was found.
     """
     limits = Limits(time.monotonic(), time_limit, work_limit)
+    if not graph.operators:
+        return _nothing_to_do(graph, cluster, recipe, seed)
     context = Context(graph, cluster, recipe, memory_limit, global_batch, options or SearchOptions())
     search = _Search(context, limits, progress)
     best = search.run()
@@ -109,6 +113,11 @@ class _Family:
         self.best = float("inf")
         self._seen = {start}
 
+    def unseen(self) -> list[int]:
+        """Members that nobody has looked at."""
+        waiting = {at for _, at in self.pending}
+        return [at for at in range(len(self.members)) if at not in self._seen or at in waiting]
+
     def note(self, at: int, seconds: float | None) -> None:
         """Member ``at`` reached ``seconds`` (None: does not fit); its neighbours follow while that improves."""
         if seconds is not None and seconds >= self.best:
@@ -126,6 +135,10 @@ class _Search:
         self.referee = Referee(context)
         self.found: list[_Found] = []
         self.tight: list[Exploration] = []
+        """Explored candidates that do not fit, as estimated."""
+        self.slow: list[Exploration] = []
+        """Those that cannot be fast, whatever the memory."""
+        self.families: list[_Family] = []
 
     def run(self) -> Judged:
         """Explore, build, compare; Ctrl-C keeps the best plan so far."""
@@ -138,10 +151,9 @@ class _Search:
             self.limits.status = "interrupted"
             if self.referee.best is None:
                 self._build()
-        best = self.referee.best
-        if best is None:
-            self._fail()
-        return best
+        if self.referee.best is None:
+            self._last_resort()
+        return self.referee.best or self._fail()
 
     # -- exploring -------------------------------------------------------------------------------
 
@@ -151,18 +163,19 @@ class _Search:
         A first round looks at the most promising member of each family, so that the second, over all
         families from the best to the worst, has something to prune with.
         """
-        families = [_Family(members) for members in Screening(self.context).families()]
-        total = sum(len(family.members) for family in families)
-        for family in families:
+        self.families = [_Family(members) for members in Screening(self.context).families()]
+        total = sum(len(family.members) for family in self.families)
+        for family in self.families:
             self._advance(family, total, steps=1)
-        for family in sorted(families, key=lambda f: f.best):
+        for family in sorted(self.families, key=lambda f: f.best):
             self._advance(family, total, steps=len(family.members))
         self.found.sort()
 
     def _advance(self, family: _Family, total: int, steps: int) -> None:
         for _ in range(steps):
             best = self.found_best()
-            if not family.pending or family.pending[0][0] >= best * SLACK or self.limits.exploring_is_over():
+            over = bool(self.found) and self.limits.exploring_is_over()
+            if not family.pending or family.pending[0][0] >= best * SLACK or over:
                 return
             _, at = heapq.heappop(family.pending)
             candidate = family.members[at][1]
@@ -176,6 +189,7 @@ class _Search:
         exploration = self.context.exploration(candidate)
         bound = exploration.bound()
         if bound >= best * SLACK:
+            self.slow.append(exploration)
             return bound
         pipeline = exploration.pipeline(cutoff=best)
         if pipeline is None:
@@ -222,7 +236,6 @@ class _Search:
         context = self.context
         if self.limits.status != "complete" and not self.referee.judged:
             raise SearchError(f"the search ended ({self.limits.status}) before any plan was found")
-        self._smallest()
         need, name = min((max(j.evaluation.peak_bytes), j.name) for j in self.referee.judged)
         devices = context.cluster.size
         while need * context.cluster.size > context.limit * devices:
@@ -235,20 +248,37 @@ class _Search:
             missing_bytes=round(need - context.limit),
         )
 
-    def _smallest(self) -> None:
-        """Referee the plans that need least memory among those that did not fit by estimate."""
-        needs = sorted((e.least_bytes(), i) for i, e in enumerate(self.tight))
-        for need, i in needs[:2]:
-            exploration = self.tight[i]
-            exploration.limit = need * (1 + 1e-6)
-            pipeline = exploration.pipeline()
-            if pipeline is not None:
-                plan = exploration.plan(pipeline, self.context.info, self.context.recipe)
-                self.referee.price(str(exploration.candidate), plan, exploration.model)
+    def _last_resort(self) -> None:
+        """Nothing that looked fast fits: look at all that was passed over, and referee what needs least memory."""
+        for family in self.families:
+            for at in family.unseen():
+                if self.limits.is_over():
+                    break
+                self._say(f"{family.members[at][1]}, for its memory", None)
+                self._look(family.members[at][1], float("inf"))
+        explored = self.tight + self.slow + [found.exploration for found in self.found]
+        needs = sorted((e.least_bytes(), i) for i, e in enumerate(explored))
+        for need, i in needs[:3]:
+            exploration = explored[i]
+            for share in (1.0, 1.02, 1.05):
+                exploration.limit = need * share * (1 + 1e-6)
+                pipeline = exploration.pipeline()
+                if pipeline is not None:
+                    plan = exploration.plan(pipeline, self.context.info, self.context.recipe)
+                    self.referee.price(str(exploration.candidate), plan, exploration.model)
+            exploration.limit = self.context.limit
+        self._build()
 
     def _say(self, text: str, share: float | None) -> None:
         if self.progress is not None:
             self.progress(text, share)
+
+
+def _nothing_to_do(graph: Graph, cluster: Cluster, recipe: Recipe, seed: int) -> Plan:
+    """The plan of a graph without operators."""
+    draft = StageDraft({"dp": cluster.size}, tuple(cluster.devices), (), {})
+    plan = assemble(graph, ClusterInfo(name=cluster.name, devices=cluster.size), recipe, [draft], 1)
+    return plan.replace(prediction=Prediction(seconds=0.0), search=SearchRecord(seed=seed, gap=0.0, status="complete"))
 
 
 def _recorded(context: Context, best: Judged, search: _Search, seed: int) -> Plan:

@@ -101,6 +101,7 @@ class Selection:
             saved=carried @ self._members if recompute else interior,
             interior=interior,
             carried=carried @ self._members,
+            gathered=of_links("gathered") @ self._occurrences,
         )
 
     # -- decoding --------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class StageProblem:
         self.resident = stack("resident")
         self.saved = (1 + overhead) * stack("saved")
         again = np.asarray(recompute)[:, None]
-        self.transient = (1 + overhead) * np.where(again, stack("interior"), 0.0)
+        self.transient = (1 + overhead) * (np.where(again, stack("interior"), 0.0) + stack("gathered"))
 
     def bound(self, stages: int) -> float:
         """No cut into ``stages`` is faster than this, whatever the memory."""

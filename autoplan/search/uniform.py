@@ -16,7 +16,7 @@ from math import prod
 
 import numpy as np
 
-from autoplan.search.assembly import RegionNames, StageDraft, assemble, stage_operators
+from autoplan.search.assembly import RegionNames, StageDraft, assemble, gathering_blocks, stage_operators
 from autoplan.search.conversions import Conversions
 from autoplan.search.figures import Figures, ParameterLayouts, Terms
 from autoplan.search.folding import Folding, fold
@@ -87,20 +87,17 @@ def named_plan(
         for name, label in tensor_labels(graph, folding, tp, sequence).items():
             labels[name].update({"tp": label} if label else {})
     blocks = stage_blocks(graph, folding, pp, stage_sizes)
+    regions = RegionNames(graph)
     drafts = []
     for index, names in enumerate(stage_operators(graph, folding, blocks)):
         devices = tuple(range(index * dp * tp, (index + 1) * dp * tp))
         mesh = Mesh(tuple(axes.items()), devices)
-        drafts.append(
-            StageDraft(
-                axes,
-                devices,
-                names,
-                labels,
-                uniform_parameters(graph, names, labels, mesh, zero) if zero and dp > 1 else {},
-                _recomputed(graph, folding, blocks[index]) if recompute and recipe.mode == "train" else (),
-            )
-        )
+        parameters = uniform_parameters(graph, names, labels, mesh, zero) if zero and dp > 1 else {}
+        again = _recomputed(graph, folding, blocks[index]) if recompute and recipe.mode == "train" else ()
+        own = [[name for name in block.operators if name in names] for block in folding.blocks]
+        gathering = gathering_blocks(graph, [block for block in own if block], parameters)
+        apart = tuple(p for p in map(regions.pattern, gathering) if p not in again)
+        drafts.append(StageDraft(axes, devices, names, labels, parameters, again, apart))
     return assemble(graph, cluster, recipe, drafts, micro_batches, schedule)
 
 

@@ -57,7 +57,8 @@ class NodeTable:
 
 @dataclass(frozen=True, eq=False)
 class LinkTable:
-    """Adapters between two nodes, arrays of shape (K, K'): seconds, bytes that they keep until backward.
+    """Adapters between two nodes, arrays of shape (K, K'): seconds, bytes that they keep until backward,
+    and bytes of gathered parameters that are there only while they are used.
 
     ``occurrences`` counts them by the kind of the reading block.
     """
@@ -67,6 +68,7 @@ class LinkTable:
     forward: Costs
     backward: Costs
     kept: Costs
+    gathered: Costs
     occurrences: Counter[Kind]
 
 
@@ -99,7 +101,7 @@ class Wiring:
         self._reads: dict[tuple[Group, int, bool], list[Pair]] = {}
         self._adapters: dict[object, tuple[Costs, Costs]] = {}
         self._kept_ways: dict[object, tuple[list[ParameterLayouts], list[Figures]]] = {}
-        self._uses: dict[object, tuple[Costs, Costs]] = {}
+        self._uses: dict[object, tuple[Costs, Costs, Costs]] = {}
         self._batch = batch_labels(self.graph)
         self._none: Layout = (R,) * len(self.mesh.axes)
         self._block_of = {name: i for i, b in enumerate(self.folding.blocks) for name in b.operators}
@@ -237,7 +239,7 @@ class Wiring:
             if self.nodes[a].role == "operator" and not self.pricing.saved_by_maker(tensor):
                 kept = kept + self._sizes(tensor, have)[:, None]
             kept = np.where(forward > 0, kept, 0.0)
-        self.links.append(LinkTable(a, b, forward, backward, kept, kinds))
+        self.links.append(LinkTable(a, b, forward, backward, kept, np.zeros_like(forward), kinds))
 
     def _adapter(self, tensor: Tensor, shape: Shape, have: Sequence[Pair], want: Sequence[Pair]) -> tuple[Costs, Costs]:
         """Seconds of adapters from each pair of ``have`` to each of ``want``, forward and backward."""
@@ -282,10 +284,10 @@ class Wiring:
             use = (alike, tuple(pairs[reader]))
             if use not in self._uses:
                 self._uses[use] = self._use(tensor, options, pairs[reader])
-            gather, backward = self._uses[use]
+            gather, backward, gathered = self._uses[use]
             where = Counter({reader[0][0]: uses[reader]})
             target = self._operator_node[reader[0]]
-            self.links.append(LinkTable(node, target, gather, backward, np.zeros_like(gather), where))
+            self.links.append(LinkTable(node, target, gather, backward, np.zeros_like(gather), gathered, where))
 
     def _master(self, tensor: Tensor) -> int:
         return self.master_bytes.get(tensor.name, DTYPE_BYTES[tensor.dtype])
@@ -308,7 +310,9 @@ class Wiring:
         trained = np.array([o.gradient is not None for o in options])
         return np.where(trained, reduce + refresh, 0.0)
 
-    def _use(self, tensor: Tensor, options: Sequence[ParameterLayouts], pairs: Sequence[Pair]) -> tuple[Costs, Costs]:
+    def _use(
+        self, tensor: Tensor, options: Sequence[ParameterLayouts], pairs: Sequence[Pair]
+    ) -> tuple[Costs, Costs, Costs]:
         """Gathering for each use, forward and backward; gradients converted to how they accumulate, and added."""
         size = DTYPE_BYTES[tensor.dtype]
         master = self._master(tensor)
@@ -320,7 +324,8 @@ class Wiring:
             added = {layout: self.pricing.accumulate(tensor, layout, self.mesh) for layout in held}
             backward = gather + self.conversions.table(tensor.shape, master, delivered, held).T
             backward = backward + np.array([added[layout] for layout in held])[:, None]
-        return gather, backward
+        gathered = np.where(gather > 0, self._sizes(tensor, pairs)[None, :], 0.0)
+        return gather, backward, gathered
 
     def _parameter_layouts(self, tensor: Tensor, used: Pair) -> list[ParameterLayouts]:
         """Ways to keep a parameter that is used as ``used``: one for each ZeRO level that shards something."""
