@@ -111,6 +111,9 @@ def price(task: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     """One uniform plan: its predicted seconds and peak bytes, or why it does not exist."""
     name, chosen = task
     graph, folding, cluster, recipe = prepared(name)
+    least = least_bytes(graph, chosen)
+    if least > max(cluster.device(d).usable_memory for d in cluster.devices):
+        return {**chosen, "states_alone_bytes": least}
     info = ClusterInfo(name=WORKLOADS[name].cluster, devices=cluster.size)
     try:
         plan = named_plan(graph, info, recipe, folding=folding, **chosen)
@@ -120,10 +123,19 @@ def price(task: tuple[str, dict[str, Any]]) -> dict[str, Any]:
     return {**chosen, "seconds": found.seconds, "peak_bytes": max(found.peak_bytes), "fits": found.fits}
 
 
+def least_bytes(graph: Graph, chosen: dict[str, Any]) -> float:
+    """A lower bound of the bytes per device: bf16 weight, float32 gradient, master and Adam's two, split perfectly."""
+    elements = sum(t.elements for t in graph.parameters)
+    model, data, zero = chosen["tp"] * chosen["pp"], chosen["dp"], chosen["zero"]
+    held = (2 if zero < 3 else 2 / data) + (4 if zero < 2 else 4 / data) + (12 if zero < 1 else 12 / data)
+    return held * elements / model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only-search", action="store_true", help="search again, keep the uniform plans' results")
     arguments = parser.parse_args()
     name, workload = arguments.workload, WORKLOADS[arguments.workload]
 
@@ -135,33 +147,38 @@ def main() -> None:
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     assert plan.prediction is not None and plan.search is not None
 
-    tasks = [(name, chosen) for chosen in settings(workload)]
+    searched = {
+        "seconds": plan.prediction.seconds,
+        "peak_bytes": max(plan.prediction.peak_bytes),
+        "bound_seconds": plan.search.bound_seconds,
+        "capture_wall_seconds": round(capture_seconds, 1),
+        "total_wall_seconds": round(total_seconds, 1),
+        "peak_memory_gib": round(peak_gib, 2),
+    }
+    path = RESULTS / f"{name}.json"
+    uniform = json.loads(path.read_text())["uniform"] if arguments.only_search else price_all(name, arguments.processes)
+    result = {"workload": vars(workload), "searched": searched, "uniform": uniform}
+    write_atomically(path, json.dumps(result, indent=2) + "\n")
+    best = uniform["best"][0]["seconds"] if uniform["best"] else float("inf")
+    print(f"searched {searched['seconds']:.2f} s, best of {uniform['fit']} uniform plans that fit {best:.2f} s")
+
+
+def price_all(name: str, processes: int) -> dict[str, Any]:
+    """All uniform plans of a workload: how many there are, fit or are refused, and the ten best."""
+    tasks = [(name, chosen) for chosen in settings(WORKLOADS[name])]
     rows = []
-    with Progress(f"{len(tasks)} uniform plans") as progress, multiprocessing.Pool(arguments.processes) as pool:
+    with Progress(f"{len(tasks)} uniform plans") as progress, multiprocessing.Pool(processes) as pool:
         for row in pool.imap_unordered(price, tasks, chunksize=8):
             rows.append(row)
             progress(f"{len(rows)} of {len(tasks)}", len(rows) / len(tasks))
     fitting = sorted((r for r in rows if r.get("fits")), key=lambda r: r["seconds"])
-    result = {
-        "workload": vars(workload),
-        "searched": {
-            "seconds": plan.prediction.seconds,
-            "peak_bytes": max(plan.prediction.peak_bytes),
-            "bound_seconds": plan.search.bound_seconds,
-            "capture_wall_seconds": round(capture_seconds, 1),
-            "total_wall_seconds": round(total_seconds, 1),
-            "peak_memory_gib": round(peak_gib, 2),
-        },
-        "uniform": {
-            "plans": len(rows),
-            "refused": sum("refused" in r for r in rows),
-            "fit": len(fitting),
-            "best": fitting[:10],
-        },
+    return {
+        "plans": len(rows),
+        "refused": sum("refused" in r for r in rows),
+        "states_alone_do_not_fit": sum("states_alone_bytes" in r for r in rows),
+        "fit": len(fitting),
+        "best": fitting[:10],
     }
-    write_atomically(RESULTS / f"{name}.json", json.dumps(result, indent=2) + "\n")
-    best = fitting[0]["seconds"] if fitting else float("inf")
-    print(f"searched {plan.prediction.seconds:.2f} s, best of {len(fitting)} uniform plans that fit {best:.2f} s")
 
 
 if __name__ == "__main__":
