@@ -14,8 +14,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from costmodel.units import Bytes, BytesPerSecond, Dimension, FlopsPerSecond, Seconds, bytes_text, quantity
+from costmodel.units import Bytes, BytesPerSecond, Dimension, FlopsPerSecond, Seconds, quantity
 from searchspace.errors import ClusterError
+from searchspace.quantity_text import bytes_text
 
 Backend = Literal["cuda", "cpu"]
 

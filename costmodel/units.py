@@ -70,20 +70,3 @@ def gib(count: float) -> Bytes:
 def as_gib(count: float) -> float:
     """Bytes as GiB, for messages and tables."""
     return count / GiB
-
-
-def bytes_text(count: float) -> str:
-    """``"79.2 GiB"``, with the largest binary prefix that leaves at least one."""
-    for prefix in ("Ti", "Gi", "Mi", "Ki"):
-        if abs(count) >= _PREFIX[prefix]:
-            return f"{count / _PREFIX[prefix]:.1f} {prefix}B"
-    return f"{count:.0f} B"
-
-
-def seconds_text(seconds: float) -> str:
-    """``"1.32 s"``, ``"4.10 ms"``, ``"7.2 us"``."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.2f} ms"
-    return f"{seconds * 1e6:.1f} us"

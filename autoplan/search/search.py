@@ -20,10 +20,10 @@ from autoplan.search.screening import Screening
 from autoplan.search.stages import Pipeline
 from autoplan.search.uniform import named_plan
 from costmodel.cluster import Cluster
-from costmodel.units import bytes_text
 from searchspace.errors import IllegalPlanError, InfeasibleError, SearchError
 from searchspace.graph import Graph
 from searchspace.plan import ClusterInfo, Plan, Prediction, Recipe, RunnerUp, SearchRecord
+from searchspace.quantity_text import bytes_text
 
 Progress = Callable[[str, float | None], None]
 

@@ -1,7 +1,8 @@
 import pytest
 
-from costmodel.units import GiB, as_gib, bytes_text, gib, quantity, seconds_text
+from costmodel.units import GiB, as_gib, gib, quantity
 from searchspace.errors import ClusterError
+from searchspace.quantity_text import bytes_text, seconds_text
 
 
 @pytest.mark.parametrize(
