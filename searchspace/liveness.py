@@ -38,8 +38,8 @@ def insert_frees(steps: Sequence[Step], persistent: frozenset[SlotName]) -> tupl
             reads, writes, updates = uses(instruction)
             dead = [
                 key
-                for key in dict.fromkeys(reads + writes)
-                if key not in alive and key[0] not in persistent and key not in updates
+                for key in dict.fromkeys(reads + writes + updates)
+                if key not in alive and key[0] not in persistent
             ]
             if dead:
                 frees[rank] = Free(tuple(dead))

@@ -174,9 +174,9 @@ def triangle(upper: bool) -> Rewrite:
 def embedding(
     emit: Emit, weight: Handle, indices: Handle, padding_idx: int = -1, by_frequency: bool = False, sparse: bool = False
 ) -> Any:
-    """A table that can be split by rows."""
-    if by_frequency or sparse:
-        return NotImplemented
+    """A table that can be split by rows; its gradient is dense, also where a sparse one was asked for."""
+    if by_frequency:
+        return emit("aten.embedding.default", weight, indices, padding_idx, True, False) if sparse else NotImplemented
     return emit("autoplan.embedding.default", weight, indices, 0, weight.shape[0], padding_idx)
 
 

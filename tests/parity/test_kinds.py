@@ -1,0 +1,88 @@
+"""Small models of kinds that have gone wrong once, each under plans of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoplan.api import parallelize
+from autoplan.capture import capture
+from autoplan.search.uniform import named_plan
+from autoplan.verification import verify
+from searchspace.plan import ClusterInfo, Recipe
+
+PLANS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "micro-batches": {"micro_batches": 4},
+    "dp": {"dp": 2, "micro_batches": 2},
+    "tp": {"tp": 2, "micro_batches": 2},
+    "pp": {"pp": 2, "micro_batches": 4},
+    "zero 3": {"dp": 2, "zero": 3, "micro_batches": 2},
+}
+
+
+class Regularised(nn.Module):
+    """A part of the loss depends on parameters alone: it counts once, not once a micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.b(F.relu(self.a(x))), y) + 0.1 * (self.a.weight**2).sum()
+
+
+class Bag(nn.Module):
+    """A mean of embeddings; ``sparse`` asks for sparse gradients, ours are dense and equal."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(11, 8, sparse=sparse), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.out(self.embedding(x).mean(1)), y)
+
+
+def floats() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, 5).double(), torch.randint(0, 3, (8,))
+
+
+def indices() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 11, (8, 4)), torch.randint(0, 3, (8,))
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]] = {
+    "regularised": (Regularised, floats),
+    "bag": (Bag, indices),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_agree_with_the_single_device(kind: str) -> None:
+    torch.manual_seed(0)
+    build, inputs = KINDS[kind]
+    model, args = build().double(), inputs()
+    graph = capture(model, args).graph
+    for name, settings in PLANS.items():
+        ranks = settings.get("dp", 1) * settings.get("tp", 1) * settings.get("pp", 1)
+        plan = named_plan(graph, ClusterInfo(name=f"cpu:1x{ranks}", devices=ranks), Recipe(), **settings)
+        comparison = verify(model, args, plan=plan)
+        assert comparison.agrees, (name, comparison.worst("gradient"))
+
+
+def test_sparse_gradients_become_dense_and_equal() -> None:
+    torch.manual_seed(0)
+    dense, args = Bag().double(), indices()
+    sparse = Bag(sparse=True).double()
+    sparse.load_state_dict(dense.state_dict())
+    dense(*args).backward()
+    parallel = parallelize(sparse, args, cluster="cpu:1x2")
+    parallel.train_step(*args)
+    found = parallel.full_gradients()
+    for name, parameter in dense.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, rtol=0, atol=1e-12)
