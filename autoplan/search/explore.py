@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,12 +18,13 @@ from autoplan.search.pricing import ModelPricing
 from autoplan.search.problem import Assignment, Costs
 from autoplan.search.reduction import narrowed
 from autoplan.search.selection import Selection
-from autoplan.search.solver import solve
+from autoplan.search.solver import SolverOptions, solve
 from autoplan.search.stages import Pipeline, StageProblem
 from autoplan.search.strategies import Allow
 from autoplan.search.wiring import Wiring
 from costmodel.memory import FRAGMENTATION
 from costmodel.model import CostModel
+from searchspace.errors import InfeasibleError
 from searchspace.graph import DTYPE_BYTES, Graph
 from searchspace.plan import ClusterInfo, Plan, Recipe
 
@@ -32,8 +34,14 @@ PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 COARSE = (0.1, 1.0, 100.0)
 """The prices that show roughly what a candidate can reach."""
 
+MIXED = 1.03
+"""What mixing families is charged: where they meet, tensors are converted, which options do not include."""
+
 MAX_ENTRIES = 1 << 19
 """Widest table of a selection; wider ones are restricted to the strategies that look best."""
+
+EXACT = SolverOptions(gap=5e-3, work_limit=0.1)
+"""How hard selections under a memory limit are solved."""
 
 TIE = 1e-6
 """The price that decides between options that are equally fast."""
@@ -41,8 +49,12 @@ TIE = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """A selection of the whole model, with or without recomputation."""
+    """A selection of the whole model, with or without recomputation.
 
+    Options of one ``family`` have the same assignment: blocks that mix them need no conversions.
+    """
+
+    family: int
     assignment: Assignment
     recompute: bool
     figures: KindFigures
@@ -78,7 +90,7 @@ class Exploration:
         )  # fmt: skip
         self.kinds = [block.kind for block in self.folding.blocks]
         self.options: list[Option] = []
-        self._known: set[tuple[Assignment, bool]] = set()
+        self._families: dict[Assignment, int] = {}
         self._effort = 0
         self._unit = 0.0
         free = self._option(Terms(self.candidate.micro_batches))
@@ -117,8 +129,29 @@ class Exploration:
             self._effort = 2
         return self._cut(self.limit - reserve)
 
+    def exact(self, pipeline: Pipeline, reserve: float) -> Pipeline | None:
+        """A better cut with selections of the fullest stage under its memory limit (an integer program), or None."""
+        if not self._exact_options(pipeline, reserve):
+            return None
+        found = self._cut(self.limit - reserve)
+        return found if found is not None and found.seconds < pipeline.seconds else None
+
     def _cut(self, limit: float) -> Pipeline | None:
-        return self._stages(limit).solve(self.candidate.stages, self.in_flight())
+        """The better one of all options mixed at will, and of a single family."""
+        everything = range(len(self.options))
+        found = [self._solve(limit, everything)]
+        if found[0] is not None and len({self.options[o].family for s in found[0].stages for o in s.options}) > 1:
+            found = [replace(found[0], seconds=found[0].seconds * MIXED)]
+            for family in range(len(self._families)):
+                found.append(self._solve(limit, [i for i in everything if self.options[i].family == family]))
+        return min((f for f in found if f is not None), key=lambda f: f.seconds, default=None)
+
+    def _solve(self, limit: float, chosen: Sequence[int]) -> Pipeline | None:
+        found = self._stages(limit, chosen).solve(self.candidate.stages, self.in_flight())
+        if found is None:
+            return None
+        stages = tuple(replace(s, options=tuple(chosen[o] for o in s.options)) for s in found.stages)
+        return replace(found, stages=stages)
 
     def least_bytes(self) -> float:
         """Bytes per device that the smallest plan of this candidate needs, as estimated."""
@@ -140,12 +173,17 @@ class Exploration:
 
     def _option(self, terms: Terms) -> Option:
         restricted = narrowed(self.selection.problem(terms), MAX_ENTRIES)
-        assignment = restricted.restore(solve(restricted.problem).assignment)
-        option = Option(assignment, terms.recompute, self.selection.by_kind(assignment, terms.recompute))
-        if (option.assignment, option.recompute) not in self._known:
-            self._known.add((option.assignment, option.recompute))
-            self.options.append(option)
-        return option
+        return self._keep(restricted.restore(solve(restricted.problem).assignment), terms.recompute)
+
+    def _keep(self, assignment: Assignment, recompute: bool) -> Option:
+        """The option of an assignment; a new assignment also gets its twin with, or without, recomputation."""
+        if assignment not in self._families:
+            family = self._families.setdefault(assignment, len(self._families))
+            for again in (False, True) if self.recompute else (False,):
+                figures = self.selection.by_kind(assignment, again)
+                self.options.append(Option(family, assignment, again, figures))
+        family = self._families[assignment]
+        return next(o for o in self.options if o.family == family and o.recompute == recompute)
 
     def _price_unit(self, free: Option) -> float:
         kinds, figures = self.kinds, free.figures
@@ -166,11 +204,31 @@ class Exploration:
                 for price in prices:
                     self._priced(max(price, TIE), k, recompute)
 
+    def _exact_options(self, pipeline: Pipeline, reserve: float) -> bool:
+        """Selections of the fullest stage's blocks under its memory limit, exact (CP-SAT where prices leave a gap).
+
+        Returns whether there is a new option.
+        """
+        before = len(self.options)
+        index = max(range(len(pipeline.stages)), key=lambda i: pipeline.stages[i].bytes)
+        stage, in_flight = pipeline.stages[index], self.in_flight()[index]
+        blocks = np.bincount(self.kinds[stage.first : stage.last], minlength=self.selection.kinds).astype(float)
+        transient = self._stages(self.limit).transient_of(stage)
+        room = self.limit - reserve - self.fixed - transient
+        for recompute in dict.fromkeys(self.options[o].recompute for o in stage.options):
+            terms = Terms(self.candidate.micro_batches, recompute, in_flight=in_flight * (1 + FRAGMENTATION))
+            restricted = narrowed(self.selection.problem(terms, room, blocks), MAX_ENTRIES)
+            with suppress(InfeasibleError):
+                solution = solve(restricted.problem, EXACT)
+                self._keep(restricted.restore(solution.assignment), recompute)
+        return len(self.options) > before
+
     # -- stages ----------------------------------------------------------------------------------
 
-    def _stages(self, limit: float) -> StageProblem:
+    def _stages(self, limit: float, chosen: Sequence[int] | None = None) -> StageProblem:
+        options = self.options if chosen is None else [self.options[i] for i in chosen]
         return StageProblem(
-            self.kinds, [o.figures for o in self.options], [o.recompute for o in self.options],
+            self.kinds, [o.figures for o in options], [o.recompute for o in options],
             self.candidate.micro_batches, self.transfer, limit, self.fixed, FRAGMENTATION,
         )  # fmt: skip
 

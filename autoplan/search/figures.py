@@ -34,7 +34,8 @@ class ParameterLayouts:
 class Figures:
     """What a strategy costs: forward and backward seconds per micro-batch, seconds per step, bytes.
 
-    ``resident`` bytes stay, ``saved`` bytes stay from forward to backward of one micro-batch.
+    ``resident`` bytes stay, ``saved`` bytes stay from forward to backward of one micro-batch, ``working``
+    bytes are there only while the operator runs, in the worse direction.
     """
 
     forward: float = 0.0
@@ -42,6 +43,7 @@ class Figures:
     step: float = 0.0
     resident: float = 0.0
     saved: float = 0.0
+    working: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,8 @@ class KindFigures:
     """Per block of each kind, arrays of shape (kinds,): seconds per micro-batch and per step, bytes.
 
     ``saved`` is kept per micro-batch in flight, ``interior`` is what a block keeps without recomputation,
-    ``carried`` what it reads from other blocks, ``gathered`` parameters that are whole only while it runs.
+    ``carried`` what it reads from other blocks, ``gathered`` parameters that are whole only while it runs,
+    ``working`` what its most demanding operator needs besides.
     """
 
     seconds: Costs
@@ -59,6 +62,7 @@ class KindFigures:
     interior: Costs
     carried: Costs
     gathered: Costs
+    working: Costs
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Terms:
 
     micro_batches: int = 1
     recompute: bool = False
-    in_flight: int = 1
+    in_flight: float = 1
     price_resident: float = 0.0
     price_saved: float = 0.0
 

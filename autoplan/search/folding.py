@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 from searchspace.graph import Graph, Operator
 from searchspace.resolve import can_replicate
 
+MAX_REPEATS = 16
+"""Periodic stretches that are considered as layers, the longest first."""
+
 Group = tuple[int, int]
 """Kind of a block and position in it; kind -1 for operators outside of blocks."""
 
@@ -131,44 +134,50 @@ def _cuts(
     """Where blocks start in ``[low, high)``, ``low`` included."""
     if low >= high:
         return []
-    repeat = _longest_repeat(tokens[low:high])
-    if repeat is None:
-        owners = [_owner(op.module) for op in operators[low:high]]
-        return [low + i for i in range(high - low) if i == 0 or owners[i] != owners[i - 1]]
-    start, period, length = repeat
-    start += low
-    count = length // period
-    phase = min(
-        range(length % period + 1),
-        key=lambda p: (
-            crossing[start + p : start + p + count * period : period].sum(),
-            -_common_depth(operators[start + p : start + p + period]),
-            p,
-        ),
-    )
-    first, last = start + phase, start + phase + count * period
-    middle = list(range(first, last, period))
-    return _cuts(operators, tokens, crossing, low, first) + middle + _cuts(operators, tokens, crossing, last, high)
+    for start, period, length in _repeats(tokens[low:high]):
+        start += low
+        count = length // period
+        phase = min(
+            range(length % period + 1),
+            key=lambda p: (
+                crossing[start + p : start + p + count * period : period].sum(),
+                -_common_depth(operators[start + p : start + p + period]),
+                p,
+            ),
+        )
+        first, last = start + phase, start + phase + count * period
+        if _chained(operators, first, period, count):
+            before = _cuts(operators, tokens, crossing, low, first)
+            return before + list(range(first, last, period)) + _cuts(operators, tokens, crossing, last, high)
+    owners = [_owner(op.module) for op in operators[low:high]]
+    return [low + i for i in range(high - low) if i == 0 or owners[i] != owners[i - 1]]
 
 
-def _longest_repeat(tokens: NDArray[np.int64]) -> tuple[int, int, int] | None:
-    """(start, period, length) of the periodic stretch with most whole periods' worth of operators.
+def _chained(operators: Sequence[Operator], first: int, period: int, count: int) -> bool:
+    """Whether each of the repeated blocks reads what the one before it made: layers, not branches side by side."""
+    for start in range(first, first + (count - 1) * period, period):
+        made = {name for op in operators[start : start + period] for name in op.outputs}
+        if not any(name in made for op in operators[start + period : start + 2 * period] for name in op.inputs):
+            return False
+    return True
+
+
+def _repeats(tokens: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """(start, period, length) of periodic stretches, those with most whole periods' worth of operators first.
 
     At least two periods; among equals the shortest period, then the first.  Periods of one operator
-    do not count: a row of equal operators is no layer.
+    do not count: a row of equal operators is no layer.  One stretch for each period.
     """
-    best: tuple[int, int, int] | None = None
-    covered = 0
+    found: list[tuple[int, int, int, int]] = []
     for period in range(2, len(tokens) // 2 + 1):
         equal = np.flatnonzero(np.append(tokens[:-period] != tokens[period:], True))
         starts = np.append(0, equal[:-1] + 1)
         lengths = equal - starts + period
-        lengths = np.where(lengths >= 2 * period, lengths // period * period, 0)
-        top = int(lengths.argmax())
-        if lengths[top] > covered:
-            covered = int(lengths[top])
-            best = int(starts[top]), period, int(equal[top] - starts[top] + period)
-    return best
+        whole = np.where(lengths >= 2 * period, lengths // period * period, 0)
+        top = int(whole.argmax())
+        if whole[top]:
+            found.append((-int(whole[top]), period, int(starts[top]), int(lengths[top])))
+    return [(start, period, length) for _, period, start, length in sorted(found)[:MAX_REPEATS]]
 
 
 def _common_depth(operators: Sequence[Operator]) -> int:

@@ -7,6 +7,7 @@ from math import prod
 from autoplan.search.figures import Figures, ParameterLayouts
 from autoplan.search.strategies import Strategy
 from costmodel.model import CostModel
+from costmodel.shards import shape_bytes
 from searchspace.graph import Operator, Tensor
 from searchspace.layout import Layout, R
 from searchspace.mesh import Mesh
@@ -28,8 +29,16 @@ class ModelPricing:
                 self._root.update((name, self._root.get(op.inputs[0], op.inputs[0])) for name in op.outputs)
 
     def operator(self, op: Operator, strategy: Strategy, mesh: Mesh, time: TimeAxis) -> Figures:
-        cost = self.model.operator(op, strategy, mesh)
-        return Figures(forward=cost.forward, backward=cost.backward, saved=float(cost.saved))
+        model = self.model
+        cost, use = model.operator(op, strategy, mesh), model.footprint(op, strategy, mesh)
+        local = model.local_shapes(op, strategy, mesh)
+        wanted = sum(
+            shape_bytes(shape, model.dtypes[name])
+            for name, shape, want in zip(op.inputs, local, use.wants, strict=False)
+            if want
+        )
+        working = sum(use.sizes) + wanted + use.transient
+        return Figures(cost.forward, cost.backward, saved=float(cost.saved), working=float(working))
 
     def parameter(self, tensor: Tensor, layouts: ParameterLayouts, mesh: Mesh) -> Figures:
         model = self.model

@@ -52,26 +52,37 @@ class Referee:
     def judge(self, exploration: Exploration, pipeline: Pipeline) -> None:
         """Build and price a candidate's pipeline, and cut again where its memory was estimated wrongly.
 
-        A plan that does not fit is cut again with the missing bytes reserved; one that memory made
-        slower and that leaves room is cut again with less reserved.
+        A plan that does not fit is cut again with the missing bytes reserved (at most what the smallest
+        plan leaves); one that memory made slower and that leaves room is cut again with less reserved.
         """
-        context = self.context
-        reserve, step = 0.0, 0.01 * context.limit
+        limit, reserve = self.context.limit, 0.0
+        step = 0.01 * limit
         if self.reserve > 0:
             again = exploration.pipeline(self.reserve)
             if again is not None:
                 pipeline, reserve = again, self.reserve
+        most = float("inf")
         for _ in range(ROUNDS):
-            plan = exploration.plan(pipeline, context.info, context.recipe)
+            plan = exploration.plan(pipeline, self.context.info, self.context.recipe)
             judged = self.price(str(exploration.candidate), plan, exploration.model)
             peaks = judged.evaluation.peak_bytes
-            excess = max(peak - stage.bytes for peak, stage in zip(peaks, pipeline.stages, strict=True))
-            spare = context.limit - max(peaks)
+            spare = limit - max(peaks)
             if judged.fits and (spare < 2 * step or not exploration.squeezed(pipeline)):
                 break
-            reserve = reserve - 0.7 * spare if judged.fits else max(reserve, excess) + step / 2
+            if judged.fits:
+                reserve = max(0.0, reserve - 0.7 * spare)
+            else:
+                excess = max(peak - stage.bytes for peak, stage in zip(peaks, pipeline.stages, strict=True))
+                if most == float("inf"):
+                    most = limit - exploration.least_bytes() * (1 + 1e-6)
+                reserve = min(max(reserve, excess) + step / 2, most)
             again = exploration.pipeline(reserve)
             if again is None or again == pipeline:
                 break
             pipeline = again
             self.reserve = max(0.0, reserve)
+        if judged.fits and exploration.squeezed(pipeline):
+            better = exploration.exact(pipeline, reserve)
+            if better is not None:
+                plan = exploration.plan(better, self.context.info, self.context.recipe)
+                self.price(str(exploration.candidate), plan, exploration.model)

@@ -134,6 +134,8 @@ class _Search:
         self.context, self.limits, self.progress = context, limits, progress
         self.referee = Referee(context)
         self.found: list[_Found] = []
+        self.built: set[int] = set()
+        """Numbers of what was found and judged."""
         self.tight: list[Exploration] = []
         """Explored candidates that do not fit, as estimated."""
         self.slow: list[Exploration] = []
@@ -191,7 +193,9 @@ class _Search:
         if bound >= best * SLACK:
             self.slow.append(exploration)
             return bound
-        pipeline = exploration.pipeline(cutoff=best)
+        return self._note(exploration, exploration.pipeline(cutoff=best))
+
+    def _note(self, exploration: Exploration, pipeline: Pipeline | None) -> float | None:
         if pipeline is None:
             self.tight.append(exploration)
             return None
@@ -204,17 +208,21 @@ class _Search:
     # -- building --------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Referee the best estimates; more of them only while nothing fits."""
-        for number, found in enumerate(sorted(self.found)):
+        """Referee the best estimates that nobody has judged; more of them only while nothing fits."""
+        count = 0
+        for found in sorted(self.found):
             best = self.referee.best
             if best is not None and (
-                number >= self.context.options.referees
+                count >= self.context.options.referees
                 or self.limits.is_over()
                 or found.seconds >= best.evaluation.seconds
             ):
                 return
-            self._say(f"building {found.exploration.candidate}", None)
-            self.referee.judge(found.exploration, found.pipeline)
+            if found.number not in self.built:
+                self.built.add(found.number)
+                count += 1
+                self._say(f"building {found.exploration.candidate}", None)
+                self.referee.judge(found.exploration, found.pipeline)
 
     def _compare(self) -> None:
         """Price well-known plans; one that is better than all others is taken."""
@@ -249,14 +257,23 @@ class _Search:
         )
 
     def _last_resort(self) -> None:
-        """Nothing that looked fast fits: look at all that was passed over, and referee what needs least memory."""
+        """Nothing that looked fast fits: look at all that was passed over, then at what needs least memory."""
+        for exploration in self.slow:
+            self._note(exploration, exploration.pipeline())
+        self.slow.clear()
         for family in self.families:
             for at in family.unseen():
                 if self.limits.is_over():
                     break
                 self._say(f"{family.members[at][1]}, for its memory", None)
                 self._look(family.members[at][1], float("inf"))
-        explored = self.tight + self.slow + [found.exploration for found in self.found]
+        self._build()
+        if self.referee.best is None:
+            self._smallest()
+
+    def _smallest(self) -> None:
+        """Referee the plans that need least memory by estimate."""
+        explored = self.tight + [found.exploration for found in self.found]
         needs = sorted((e.least_bytes(), i) for i, e in enumerate(explored))
         for need, i in needs[:3]:
             exploration = explored[i]
@@ -267,7 +284,6 @@ class _Search:
                     plan = exploration.plan(pipeline, self.context.info, self.context.recipe)
                     self.referee.price(str(exploration.candidate), plan, exploration.model)
             exploration.limit = self.context.limit
-        self._build()
 
     def _say(self, text: str, share: float | None) -> None:
         if self.progress is not None:

@@ -43,17 +43,17 @@ class Selection:
 
     # -- problems --------------------------------------------------------------------------------
 
-    def problem(self, terms: Terms, limit: float = np.inf) -> Problem:
-        """The problem of the whole model on one stage.
+    def problem(self, terms: Terms, limit: float = np.inf, blocks: Costs | None = None) -> Problem:
+        """The problem of a stage with ``blocks`` of each kind (default: of the whole model).
 
         Its one resource is bytes: resident, and saved by ``terms.in_flight`` micro-batches.
         """
         wiring = self.wiring
-        weights = [float(sum(node.members.values())) for node in wiring.nodes]
+        counts = self._counts if blocks is None else blocks
+        weights, uses = self._members @ counts, self._occurrences @ counts
         costs = [self._cost(node, terms) * weight for node, weight in zip(wiring.nodes, weights, strict=True)]
         edges = []
-        for link in wiring.links:
-            weight = float(sum(link.occurrences.values()))
+        for link, weight in zip(wiring.links, uses, strict=True):
             table = ((1 + terms.recompute) * link.forward + link.backward) * weight
             kept = None
             if not terms.recompute and link.kept.any():
@@ -102,6 +102,7 @@ class Selection:
             interior=interior,
             carried=carried @ self._members,
             gathered=of_links("gathered") @ self._occurrences,
+            working=np.max(of_nodes("working")[:, None] * (self._members > 0), axis=0, initial=0.0),
         )
 
     # -- decoding --------------------------------------------------------------------------------

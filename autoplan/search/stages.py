@@ -84,7 +84,8 @@ class StageProblem:
         self.resident = stack("resident")
         self.saved = (1 + overhead) * stack("saved")
         again = np.asarray(recompute)[:, None]
-        self.transient = (1 + overhead) * (np.where(again, stack("interior"), 0.0) + stack("gathered"))
+        passing = np.where(again, stack("interior"), 0.0) + stack("gathered") + stack("working")
+        self.transient = (1 + overhead) * passing
 
     def bound(self, stages: int) -> float:
         """No cut into ``stages`` is faster than this, whatever the memory."""
@@ -219,6 +220,11 @@ class StageProblem:
     def _bytes(self, chosen: NDArray[np.intp], kinds: NDArray[np.intp], in_flight: int) -> float:
         kept = self.resident[chosen, kinds] + in_flight * self.saved[chosen, kinds]
         return float(kept.sum() + self.transient[chosen, kinds].max(initial=0.0) + self.fixed)
+
+    def transient_of(self, stage: StageCut) -> float:
+        """Bytes of a stage that are there only while one of its blocks runs."""
+        kinds = self.kinds[stage.first : stage.last]
+        return float(self.transient[list(stage.options), kinds].max(initial=0.0))
 
     def _mixture(self, first: int, last: int, in_flight: int) -> NDArray[np.intp] | None:
         kinds = self.kinds[first:last]

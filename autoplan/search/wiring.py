@@ -50,6 +50,7 @@ class NodeTable:
     step: Costs
     resident: Costs
     saved: Costs
+    working: Costs
     carried: Costs
     members: Counter[Kind]
     present: Counter[Kind]
@@ -123,7 +124,8 @@ class Wiring:
         self.nodes.append(
             NodeTable(
                 role, key, tuple(options), column("forward"), column("backward"), column("step"),
-                column("resident"), column("saved"), np.zeros(len(figures)), members, present or members,
+                column("resident"), column("saved"), column("working"), np.zeros(len(figures)),
+                members, present or members,
             )
         )  # fmt: skip
         return len(self.nodes) - 1

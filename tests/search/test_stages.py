@@ -15,10 +15,7 @@ def random_problem(seed: int, limit: float = np.inf) -> StageProblem:
     """Three options for two kinds of blocks; the third recomputes."""
     rng = np.random.default_rng(seed)
     kinds = rng.integers(0, 2, size=6).tolist()
-    options = [
-        KindFigures(*(rng.random(2) for _ in range(4)), interior=np.zeros(2), carried=np.zeros(2), gathered=np.zeros(2))
-        for _ in range(3)
-    ]
+    options = [KindFigures(*(rng.random(2) for _ in range(4)), *[np.zeros(2)] * 4) for _ in range(3)]
     return StageProblem(kinds, options, [False, False, True], 4, np.zeros(6), limit)
 
 
@@ -87,7 +84,7 @@ def test_more_stages_than_blocks_is_impossible():
 
 def test_transfers_count_on_both_sides_of_a_cut():
     rng = np.ones(1)
-    options = [KindFigures(rng, *[0 * rng] * 6)]
+    options = [KindFigures(rng, *[0 * rng] * 7)]
     problem = StageProblem([0, 0], options, [False], 1, np.array([0.0, 0.25]), np.inf)
     found = problem.solve(2, [1, 1])
     assert found is not None
