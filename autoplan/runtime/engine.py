@@ -80,22 +80,23 @@ class Engine:
                 owned.difference_update(touched)
 
         def forward_and_keep() -> None:
-            leaves = []
+            leaves, lasting = [], []
             for key, wanted, second in zip(inputs, differentiable, again, strict=True):
                 value = buffers[key]
                 # parameters are leaves already, but two slots of one may share a buffer and want a gradient each
                 own = value.requires_grad is wanted and not second
                 leaves.append(value if own else value.detach().requires_grad_(wanted))
+                lasting.append(own)
             if released:
                 with torch.enable_grad():
                     release = Release(leaves, released)
                     with release.saving():
                         results = segment(*release.arguments)
-                kept[identity] = Kept(results, release.leaves, release)
+                kept[identity] = Kept(results, release.leaves, lasting, release)
             else:
                 with torch.enable_grad():
                     results = segment(*leaves)
-                kept[identity] = Kept(results, leaves)
+                kept[identity] = Kept(results, leaves, lasting)
             for key, result in zip(outputs, results, strict=True):
                 buffers[key] = result.detach() if result.requires_grad else result
             if owned:
@@ -124,14 +125,17 @@ class Engine:
                 if grad is not None and results[i].requires_grad:
                     outs.append(results[i])
                     grads.append(grad)
-                    store.owned.discard(key)  # autograd may return this very buffer
+                    store.lend(key)  # autograd may return this very buffer
             sources = [leaves[i] for i, _, _ in wanted]
-            found, added = _gradients(outs, grads, sources, [store.own(key) for _, key, _ in wanted])
+            added = [store.collect(key, leaf) for (_, key, _), leaf in zip(wanted, sources, strict=True)]
+            found = _gradients(outs, grads, sources, added)
             fresh = {}
-            for (_, key, dtype), leaf, grad, done in zip(wanted, sources, found, added, strict=True):
+            for (i, key, dtype), leaf, grad, done in zip(wanted, sources, found, added, strict=True):
                 if done:
-                    continue
-                if grad is not None:
+                    if not kept.lasting[i]:
+                        store.collected(key)
+                elif grad is not None:
+                    leaf.grad = None
                     if key in buffers or grad.dtype is not dtype:
                         store.add(key, grad, dtype)
                     else:
@@ -147,7 +151,7 @@ class Engine:
         dtype = torch_dtype(self.slots[target[0]].dtype)
 
         def accumulate() -> None:
-            store.owned.discard(source)  # the target may take the very buffer
+            store.lend(source)  # the target may take the very buffer
             store.add(target, store.buffers[source], dtype)
 
         return accumulate
@@ -163,30 +167,15 @@ class Engine:
 
 
 def _gradients(
-    outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor], totals: Sequence[Tensor | None]
-) -> tuple[Sequence[Tensor | None], Sequence[bool]]:
-    """The gradient of each input, and whether it is in its total already.
-
-    Where a buffer for the total is at hand autograd adds to it in place, as soon as the gradient is known and
-    while it is in the cache; gradients of many parameters never exist at the same time.
-    """
-    nothing = (False,) * len(inputs)
+    outputs: Sequence[Tensor], seeds: Sequence[Tensor], inputs: Sequence[Tensor], added: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    """The gradient of each input; where ``added``, autograd adds it to the input's ``.grad`` instead."""
     if not outputs or not inputs:
-        return (None,) * len(inputs), nothing
-    added = [
-        total is not None and leaf.grad is None and total.dtype is leaf.dtype
-        for leaf, total in zip(inputs, totals, strict=True)
-    ]
+        return (None,) * len(inputs)
     if not any(added):
-        return torch.autograd.grad(outputs, inputs, seeds, allow_unused=True), nothing
-    for leaf, total, wanted in zip(inputs, totals, added, strict=True):
-        if wanted:
-            leaf.grad = total
+        return torch.autograd.grad(outputs, inputs, seeds, allow_unused=True)
     torch.autograd.backward(outputs, seeds, inputs=inputs)
-    found = [leaf.grad for leaf in inputs]
-    for leaf in inputs:
-        leaf.grad = None
-    return found, added
+    return [None if done else leaf.grad for leaf, done in zip(inputs, added, strict=True)]
 
 
 def describe(instruction: Instruction) -> str:

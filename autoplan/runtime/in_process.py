@@ -95,7 +95,7 @@ def bind_exchanges(exchanges: Mapping[Rank, Exchange], stores: Mapping[Rank, Sto
         for (assembly, parts), ranks in arriving.items():
             pieces = [take(buffers[peer], slices) for peer, slices in parts]
             if assembly.single and pieces[0].dtype == assembly.dtype:
-                stores[parts[0][0]].owned.discard(sources[parts[0][0]])  # the piece is a view of it
+                stores[parts[0][0]].lend(sources[parts[0][0]])  # the piece is a view of it
                 results.append((ranks, pieces[0], False))
             else:
                 results.append((ranks, assembly.build(pieces, device), len(ranks) == 1))

@@ -135,7 +135,7 @@ class ProcessGroups:
             with communicating(self.rank, what):
                 finish = issue()
             if source is not None:  # it may be on its way for long
-                store.owned.discard(source)
+                store.lend(source)
             if finish is not None and target is not None:
                 finishes[target] = self._guarded(finish, what)
 
@@ -187,7 +187,7 @@ class ProcessGroups:
             pieces = [take(held, slices) for slices in cuts]
             same = assembly.single and held.dtype == assembly.dtype
             if same and (not dies or pieces[0].shape == held.shape):
-                store.owned.discard(source)
+                store.lend(source)
                 store.put(target, pieces[0])
             else:  # a view of a dying buffer would keep all of it alive
                 store.put(target, assembly.build(pieces, device), owned=True)

@@ -21,10 +21,14 @@ from searchspace.program import Key
 
 @dataclass(slots=True)
 class Kept:
-    """A segment that ran forward: outputs with their autograd graph, what went in, what was let go of."""
+    """A segment that ran forward: outputs with their autograd graph, what went in, what was let go of.
+
+    ``lasting`` says which leaves are the buffers themselves, the same in every micro-batch.
+    """
 
     outputs: tuple[Tensor, ...]
     leaves: list[Tensor]
+    lasting: list[bool]
     release: Release | None = None
 
 
@@ -34,23 +38,24 @@ class Store:
     Fields
         buffers: what each key holds.  None of them carries an autograd graph.
         owned: keys whose buffer nobody else can see.
+        collecting: gradient's key -> leaf whose ``.grad`` its buffer is.
         kept: (segment, micro-batch) -> graph, from a forward until its backward.
     """
 
-    __slots__ = ("buffers", "kept", "owned")
+    __slots__ = ("buffers", "collecting", "kept", "owned")
 
     def __init__(self) -> None:
         self.buffers: dict[Key, Tensor] = {}
         self.owned: set[Key] = set()
+        self.collecting: dict[Key, Tensor] = {}
         self.kept: dict[tuple[str, int], Kept] = {}
 
     def put(self, key: Key, value: Tensor, owned: bool = False) -> None:
         """Let ``key`` hold ``value``."""
+        self.lend(key)
         self.buffers[key] = value
         if owned:
             self.owned.add(key)
-        else:
-            self.owned.discard(key)
 
     def add(self, key: Key, value: Tensor, dtype: torch.dtype) -> None:
         """Add ``value`` to what ``key`` holds; the buffer has ``dtype``, whatever the summands have."""
@@ -65,10 +70,6 @@ class Store:
         else:
             self.put(key, torch.add(present, value).to(dtype), owned=True)
 
-    def own(self, key: Key) -> Tensor | None:
-        """The buffer of ``key`` if it may be modified in place."""
-        return self.buffers[key] if key in self.owned else None
-
     def own_alone(self, fresh: Mapping[Key, Tensor], others: Iterable[Tensor]) -> None:
         """Own those of the ``fresh`` gradients whose memory neither another one nor one of ``others`` uses.
 
@@ -81,16 +82,43 @@ class Store:
             if users[value.untyped_storage().data_ptr()] == 1 and value.is_contiguous():
                 self.owned.add(key)
 
+    def lend(self, key: Key) -> None:
+        """From now on others may see the buffer of ``key``."""
+        self.owned.discard(key)
+        if key in self.collecting:
+            self.collected(key)
+
     def share(self, source: Key, target: Key) -> None:
         """Let ``target`` name the buffer of ``source`` too."""
-        self.owned.discard(source)
+        self.lend(source)
         self.put(target, self.buffers[source])
 
     def forget(self, key: Key) -> None:
+        self.lend(key)
         self.buffers.pop(key, None)
-        self.owned.discard(key)
+
+    def collect(self, key: Key, leaf: Tensor) -> bool:
+        """Let autograd add the gradient of ``leaf`` to the buffer of ``key``, if that is possible.
+
+        It adds in place, as soon as the gradient is known and while it is in the cache, and gradients of
+        many parameters never exist at the same time.
+        """
+        if self.collecting.get(key) is leaf:
+            return True
+        if key not in self.owned or key in self.collecting or self.buffers[key].dtype is not leaf.dtype:
+            return False
+        leaf.grad = self.buffers[key]
+        self.collecting[key] = leaf
+        return True
+
+    def collected(self, key: Key) -> None:
+        """End what :meth:`collect` began."""
+        self.collecting.pop(key).grad = None
 
     def clear(self) -> None:
         self.buffers.clear()
         self.owned.clear()
         self.kept.clear()
+        for leaf in self.collecting.values():
+            leaf.grad = None
+        self.collecting.clear()

@@ -125,6 +125,42 @@ def test_gradients_that_share_a_buffer_are_not_changed_in_place() -> None:
     assert rank["d_y"].equal(3 * seed) and rank["d_x"].equal(4 * seed) and rank["total"].equal(4 * seed)
 
 
+def test_views_of_one_gradient_are_added_to_apart() -> None:
+    """Both inputs get views of one tensor; ``Tensor.backward`` would add to both at once (torch 2.13 does)."""
+    code = Code("sum", x=(4,), y=(4,))
+    for name in "xy":
+        code.call("aten.reshape.default", [name], {f"{name}2": (2, 2)}, extra=[(2, 2)])
+    code.call("aten.add.Tensor", ["x2", "y2"], {"z": (2, 2)}).call("aten.pow.Tensor_Scalar", ["z"], {"p": (2, 2)}, [2])
+    built = code.build(["p"], ["x", "y"], ["p"])
+    rank = Rank()
+    rank.put(x=torch.ones(4).double(), y=torch.ones(4).double(), d_p=torch.ones(2, 2).double())
+    for count in (1, 2, 3):
+        rank.run(
+            Forward(built, 0, once("x", "y"), once("p"), True),
+            Backward("sum", 0, once("d_p"), once("d_x", "d_y")),
+        )
+        assert rank["d_x"].eq(4 * count).all() and rank["d_y"].eq(4 * count).all()
+
+
+def test_autograd_adds_to_totals_in_place() -> None:
+    """From the second micro-batch on, without touching a total that somebody else has come to see."""
+    code = Code("square", w=(3,)).call("aten.pow.Tensor_Scalar", ["w"], {"p": (3,)}, [2]).build(["p"], ["w"], ["p"])
+    rank = Rank()
+    weight = torch.nn.Parameter(torch.ones(3).double())
+    rank.put(w=weight, d_p=torch.ones(3).double())
+    step = (Forward(code, 0, once("w"), once("p"), True), Backward("square", 0, once("d_p"), once("d_w")))
+    rank.run(*step)
+    total = rank["d_w"]
+    rank.run(*step)
+    assert rank["d_w"] is total and total.eq(4).all()
+    rank.run(Alias(*once("d_w", "seen")), *step, *step)
+    assert rank["seen"].eq(4).all() and rank["d_w"].eq(8).all()
+    rank.run(Free(once("d_w")), *step)
+    assert rank["d_w"].eq(2).all()
+    rank.store.clear()
+    assert weight.grad is None
+
+
 def test_alias_is_spared_by_accumulation() -> None:
     rank = Rank()
     rank.put(a=torch.ones(2).double(), b=torch.ones(2).double())
