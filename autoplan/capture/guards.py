@@ -161,7 +161,7 @@ def place_of_node(module: str, stack_trace: str | None) -> str:
 
 @contextmanager
 def guarded_functions(places: Places) -> Iterator[None]:
-    """While active, a custom autograd.Function is refused: export would drop its backward without a word.
+    """While active, a custom autograd.Function or a hook on a gradient is refused: export would drop them silently.
 
     Activation checkpointing (reentrant) is such a function too, but only runs another one: its region is
     traced as if it were not checkpointed.  The backward of operators registered with ``torch.library`` is one
@@ -181,11 +181,20 @@ def guarded_functions(places: Places) -> Iterator[None]:
             "a dimension rule"
         )
 
+    def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+        raise CaptureError(
+            f"a hook on a tensor's gradient {places.here()} cannot be captured; write what it does as operators, or "
+            "apply it to the gradients after the step"
+        )
+
+    hooked = torch.Tensor.register_hook
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        torch.Tensor.register_hook = hooked  # type: ignore[method-assign]
 
 
 def reworded(error: BaseException, places: Places) -> CaptureError:

@@ -137,6 +137,20 @@ def test_custom_autograd_function() -> None:
     assert x.grad is not None
 
 
+class Hooked(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = super().forward(input)
+        y.register_hook(lambda gradient: gradient * 2)
+        return y
+
+
+def test_hook_on_a_gradient() -> None:
+    original = torch.Tensor.register_hook
+    line = Hooked.forward.__code__.co_firstlineno + 2
+    refuse(nn.Sequential(Hooked(4, 4)), "a hook on a tensor's gradient", "in module '0'", f"{__file__}:{line}")
+    assert torch.Tensor.register_hook is original
+
+
 def test_no_loss() -> None:
     refuse(nn.Linear(4, 4), "no loss found", "a tensor of shape (4, 4)", "loss_fn=", 'mode="inference"')
     refuse(nn.Linear(4, 4), "expected the loss to be a scalar tensor, got dict", loss_fn=lambda y: {"loss": y})

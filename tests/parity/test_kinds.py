@@ -14,6 +14,7 @@ from autoplan.api import parallelize
 from autoplan.capture import capture
 from autoplan.search.uniform import named_plan
 from autoplan.verification import verify
+from searchspace.errors import IllegalPlanError
 from searchspace.plan import ClusterInfo, Recipe
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -73,6 +74,22 @@ def test_kinds_agree_with_the_single_device(kind: str) -> None:
         plan = named_plan(graph, ClusterInfo(name=f"cpu:1x{ranks}", devices=ranks), Recipe(), **settings)
         comparison = verify(model, args, plan=plan)
         assert comparison.agrees, (name, comparison.worst("gradient"))
+
+
+def test_gradients_scaled_by_frequency_need_all_samples() -> None:
+    torch.manual_seed(0)
+    model, args = Bag().double(), indices()
+    model.embedding.scale_grad_by_freq = True
+    graph = capture(model, args).graph
+    for name in ("one", "dp", "tp", "zero 3"):
+        settings = {k: v for k, v in PLANS[name].items() if k != "micro_batches"}
+        ranks = settings.get("dp", 1) * settings.get("tp", 1)
+        plan = named_plan(graph, ClusterInfo(name=f"cpu:1x{ranks}", devices=ranks), Recipe(), **settings)
+        verify(model, args, plan=plan).raise_if_different()
+    with pytest.raises(IllegalPlanError, match=r"aten\.embedding.* couples the samples of a batch"):
+        parallelize(
+            model, args, plan=named_plan(graph, ClusterInfo(name="cpu:1x1", devices=1), Recipe(), micro_batches=2)
+        )
 
 
 def test_sparse_gradients_become_dense_and_equal() -> None:

@@ -104,8 +104,9 @@ def index_select(call: Call) -> Traits | None:
 
 
 def embedding(call: Call) -> Traits | None:
-    """``v^ e, a b -> a b e``."""
-    marks: list[Mark] = [*letters(len(call.inputs[1].shape), skip="e")]
+    """``v^ e, a b -> a b e``; scaled by frequency, gradients need all indices: ``v^ e, a^ b^ -> a^ b^ e``."""
+    rank = len(call.inputs[1].shape)
+    marks: list[Mark] = [None] * rank if call.argument("scale_grad_by_freq") else [*letters(rank, skip="e")]
     return traits(call, {0: [None, "e"], 1: marks}, [[*marks, "e"]], family="embedding", linear=((0,),), saves=(1,))
 
 
