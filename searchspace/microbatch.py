@@ -90,15 +90,13 @@ def time_axis(graph: Graph, micro_batches: int) -> TimeAxis:
         name: Split(p.dim, graph.tensor[name].shape[p.dim] * granule // batch) if isinstance(p, Split) else p
         for name, p in dims.items()
     }
-    once = frozenset(
-        op.name
-        for op in graph.operators
-        if all(dims[n] == R for n in op.outputs)
-        and labels[op.name] == ""
-        and not any(graph.tensor[n].requires_grad for n in op.outputs)
-        and not op.random
-    )
-    return TimeAxis(graph, micro_batches, labels, placement_of, once, granule)
+    once: dict[str, None] = {}
+    for op in graph.operators:
+        same = labels[op.name] == "" and all(dims[name] == R for name in op.outputs)
+        early = all(graph.producer[name].name in once for name in op.inputs if name in graph.producer)
+        if same and early and not op.random and not any(graph.tensor[name].requires_grad for name in op.outputs):
+            once[op.name] = None
+    return TimeAxis(graph, micro_batches, labels, placement_of, frozenset(once), granule)
 
 
 def batch_dims(graph: Graph) -> dict[str, int]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from autoplan.api import parallelize
 from autoplan.capture import capture
@@ -38,6 +39,17 @@ class Regularised(nn.Module):
         return F.cross_entropy(self.b(F.relu(self.a(x))), y) + 0.1 * (self.a.weight**2).sum()
 
 
+class Spectral(nn.Module):
+    """A norm estimated without gradient from a reshaped parameter, which has one; its estimate is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = spectral_norm(nn.Linear(5, 8)), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.b(F.relu(self.a(x))), y)
+
+
 class Bag(nn.Module):
     """A mean of embeddings; ``sparse`` asks for sparse gradients, ours are dense and equal."""
 
@@ -59,6 +71,7 @@ def indices() -> tuple[torch.Tensor, torch.Tensor]:
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]] = {
     "regularised": (Regularised, floats),
+    "spectral": (Spectral, floats),
     "bag": (Bag, indices),
 }
 
