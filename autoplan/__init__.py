@@ -1,7 +1,7 @@
 """autoplan: search a parallelization plan for a PyTorch model, and run it.
 
-    plan = autoplan.search(model, args, kwargs, cluster="h100:8x8", global_batch=512)
-    parallel = autoplan.parallelize(model, args, kwargs, plan=plan)
+plan = autoplan.search(model, args, kwargs, cluster="h100:8x8", global_batch=512)
+parallel = autoplan.parallelize(model, args, kwargs, plan=plan)
 """
 
 # The functions search and sweep share names with subpackages.  A subpackage sets its name here once,

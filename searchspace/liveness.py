@@ -37,9 +37,7 @@ def insert_frees(steps: Sequence[Step], persistent: frozenset[SlotName]) -> tupl
                 continue
             reads, writes, updates = uses(instruction)
             dead = [
-                key
-                for key in dict.fromkeys(reads + writes + updates)
-                if key not in alive and key[0] not in persistent
+                key for key in dict.fromkeys(reads + writes + updates) if key not in alive and key[0] not in persistent
             ]
             if dead:
                 frees[rank] = Free(tuple(dead))

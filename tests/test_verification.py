@@ -197,9 +197,7 @@ def test_bad_requests() -> None:
         Trial(steps=0)
     with pytest.raises(VerificationError, match="expected clip > 0 or None, got 0"):
         Trial(clip=0)
-    with pytest.raises(
-        VerificationError, match="have to be sent to other processes, which fails"
-    ):
+    with pytest.raises(VerificationError, match="have to be sent to other processes, which fails"):
         verify(model, (), batch, plan=plan, processes=True, optimizer=lambda p, rate: torch.optim.SGD(p, rate))
     with pytest.raises(VerificationError, match=r"the single device needs values: \S+ is on the meta device"):
         SingleDevice(nn.Linear(2, 1, device="meta"))
