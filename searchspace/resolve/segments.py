@@ -122,30 +122,40 @@ class Segmentation:
 
 
 def _regions(graph: Graph, names: Sequence[str], patterns: Sequence[str]) -> dict[str, int]:
-    """The region of each operator that is in one (a stage's share of a region is a region)."""
-    found: dict[str, int] = {}
+    """The region of each operator that is in one (a stage's share of a region is a region).
+
+    Where regions overlap the first pattern wins.
+    """
     position = {op.name: i for i, op in enumerate(graph.operators)}
+    single: dict[str, int] = {}
+    ranges: list[tuple[int, int, int]] = []
     for index, pattern in enumerate(patterns):
         first, dots, last = pattern.partition("..")
+        if not dots:
+            single.setdefault(pattern, index)
+            continue
         for end in (first, last):
-            if dots and end not in position:
+            if end not in position:
                 raise IllegalPlanError(f"region {pattern!r} names an operator {end!r} that the model lacks")
-        hit = False
-        for name in position if not dots else ():
-            path = graph.operator[name].module
-            if name == pattern or path == pattern or path.startswith(pattern + "."):
-                hit = True
-        if not dots and not hit:
-            raise IllegalPlanError(f"region {pattern!r} matches no operator or module")
-        for name in names:
-            path = graph.operator[name].module
-            if (
-                position[first] <= position[name] <= position[last]
-                if dots
-                else name == pattern or path == pattern or path.startswith(pattern + ".")
-            ):
-                found.setdefault(name, index)
+        ranges.append((position[first], position[last], index))
+    if single:
+        known = {path for op in graph.operators for path in (op.name, *_prefixes(op.module))}
+        for pattern in single:
+            if pattern not in known:
+                raise IllegalPlanError(f"region {pattern!r} matches no operator or module")
+    found: dict[str, int] = {}
+    for name in names:
+        at = [single[path] for path in (name, *_prefixes(graph.operator[name].module)) if path in single]
+        at += [index for low, high, index in ranges if low <= position[name] <= high]
+        if at:
+            found[name] = min(at)
     return found
+
+
+def _prefixes(path: str) -> list[str]:
+    """``"a.b.c"`` as ``["a", "a.b", "a.b.c"]``; the root has none."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def in_graph_order(graph: Graph, names: Iterable[str]) -> list[str]:
