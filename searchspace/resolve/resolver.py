@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from searchspace.errors import IllegalPlanError
@@ -159,6 +159,18 @@ class _Resolver:
             self.reads[stage, name] = tuple(
                 self._connect(version, self._source(version.tensor, stage, parameters), name) for version in versions
             )
+        self._share()
+
+    def _share(self) -> None:
+        """Who needs no gradient reads what was converted for a reader that does, if that lies alike."""
+        converted: dict[Version, Version] = {}
+        for target in self.adapters:
+            if target.gradient is not None:
+                converted.setdefault(replace(target, gradient=None), target)
+        for key, versions in self.reads.items():
+            self.reads[key] = tuple(converted[v] if v in self.adapters and v in converted else v for v in versions)
+        for version in converted:
+            self.adapters.pop(version, None)
 
     def _source(self, name: str, stage: StageIndex, parameters: Mapping[str, ParameterHome]) -> Version:
         tensor = self.graph.tensor[name]

@@ -13,7 +13,7 @@ from searchspace.plan import Lane, Order, ParameterPlan, Recipe, SiteLayouts
 from searchspace.program import Backward, Exchange, Forward, Free, Program
 from searchspace.program_check import check_program
 from searchspace.resolve import resolve
-from tests.search.models import gpt
+from tests.search.models import Builder, gpt, rule
 from tests.searchspace.plans import megatron
 
 PRICES = ElementCount()
@@ -155,3 +155,20 @@ def test_separate_regions_are_segments_of_their_own() -> None:
         assert len({graph.operator[name].module.startswith("h.0") for name in segment.operators}) == 1
         assert segment.region is None
     check_program(train_program(graph, apart, PRICES))
+
+
+def test_readers_with_and_without_gradient_share_a_conversion() -> None:
+    """``mul(y, gt(y))`` after a row-parallel product: one reduce-scatter serves both, one gather the gradient."""
+    b = Builder()
+    y = b.linear(b.input("x", (4, 6)), "down", 8, bias=False)
+    mask = b.op("aten.gt.Scalar", [y], (4, 8), rule("a b -> a b"), grad=False)
+    z = b.pointwise("aten.mul.Tensor", y, mask)
+    loss = b.op("aten.sum.default", [z], (), rule("a b -> ", sums="a b", linear=((0,),)), family="reduction")
+    graph = b.graph("gate", loss, 4)
+    plan = megatron(graph, tp=2)
+    labels = {op.name: {"tp": "k" if "linear" in op.name else "b"} for op in graph.operators}
+    split = plan.replace(transformation=plan.transformation.model_copy(update={"operators": labels}))
+    program = train_program(graph, split, PRICES)
+    check_program(program)
+    found = count(program)
+    assert found["reduce_scatter"] == 1 and found["all_gather"] == 1
