@@ -21,8 +21,19 @@ import torch
 import torch.distributed as dist
 from scipy import stats
 
-Step = Callable[[], float]
-"""One training step; returns the loss."""
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train.
+
+    Fields
+        step: forward and backward after clearing the gradients; returns the loss, NaN where a rank lacks it.
+        parameters: what this rank's optimizer steps on.
+    """
+
+    step: Callable[[], float]
+    parameters: Sequence[torch.nn.Parameter]
+
 
 OURS = "autoplan"
 RESULTS = Path(__file__).parent / "results"
@@ -51,28 +62,41 @@ class Ratio:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}] of {self.peer}"
 
 
-def take_turns(steps: Mapping[str, Step], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
-    """Seconds of each contender by round, warm-up left out; the same on all ranks.
-
-    Raises AssertionError when the losses of the first step differ: then nothing is worth timing.
-    """
-    losses = {name: step() for name, step in steps.items()}
-    reference = losses[OURS]
-    for name, loss in losses.items():
-        assert not abs(loss - reference) > 1e-4 * abs(reference), f"{name} computes {loss}, autoplan {reference}"
-    names = list(steps)
+def take_turns(contenders: Mapping[str, Contender], rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+    """Seconds of each contender by round, warm-up left out; the same on all ranks."""
+    check_equal(contenders)
+    names = list(contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(warm_up + rounds):
         gc.collect()
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            taken = _together(steps[name])
+            taken = _together(contenders[name].step)
             if number >= warm_up:
                 seconds[name].append(taken)
     return seconds
 
 
-def _together(step: Step) -> float:
+def check_equal(contenders: Mapping[str, Contender], steps: int = 4) -> None:
+    """Raise AssertionError unless all contenders train alike: what differs is not worth timing.
+
+    Wrong gradients show in the losses of the steps that follow.
+    """
+    losses: dict[str, list[float]] = {}
+    for name, contender in contenders.items():
+        optimizer = torch.optim.SGD(contender.parameters, lr=0.1)
+        losses[name] = []
+        for _ in range(steps):
+            losses[name].append(contender.step())
+            optimizer.step()
+    wanted = losses[OURS]
+    assert wanted[-1] < wanted[0], f"nothing is learnt: {wanted}"
+    for name, found in losses.items():
+        close = np.allclose(found, wanted, rtol=1e-4) or np.isnan(found).all()
+        assert close, f"{name} has losses {found}, {OURS} has {wanted}"
+
+
+def _together(step: Callable[[], float]) -> float:
     """Seconds of one step, of the slowest rank."""
     if not dist.is_initialized():
         start = time.perf_counter()

@@ -1,6 +1,6 @@
 """One rank against eager PyTorch: what it costs to run through instructions and generated code.
 
-    python -m experiments.overhead.one_rank [rounds]
+python -m experiments.overhead.one_rank [rounds]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autoplan import zoo
 from autoplan.api import parallelize
 from autoplan.capture import capture
 from autoplan.search.uniform import named_plan
-from experiments.overhead.comparison import OURS, report, take_turns
+from experiments.overhead.comparison import OURS, Contender, report, take_turns
 from searchspace.plan import ClusterInfo, Recipe
 
 
@@ -34,7 +34,11 @@ def compare(model_name: str, batch: int, rounds: int) -> None:
         loss.backward()
         return loss.item()
 
-    report("one_rank", f"{model_name}, batch {batch}", take_turns({OURS: ours, "eager PyTorch": eager}, rounds))
+    contenders = {
+        OURS: Contender(ours, list(parallel.parameters())),
+        "eager PyTorch": Contender(eager, list(model.parameters())),
+    }
+    report("one_rank", f"{model_name}, batch {batch}", take_turns(contenders, rounds))
 
 
 if __name__ == "__main__":

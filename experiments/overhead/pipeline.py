@@ -20,14 +20,14 @@ from autoplan.capture import capture
 from autoplan.runtime.launch import WorkerPool
 from autoplan.search.uniform import named_plan
 from autoplan.zoo.layers import token_loss
-from experiments.overhead.comparison import OURS, Step, report, take_turns
+from experiments.overhead.comparison import OURS, Contender, report, take_turns
 from searchspace.plan import ClusterInfo, Recipe
 
 RANKS = 2
 MODEL = "gpt-small"
 
 
-def autoplan_step(batch: int, micro_batches: int) -> Step:
+def autoplan_contender(batch: int, micro_batches: int) -> Contender:
     model, args, kwargs = zoo.build(MODEL, batch=batch, device="cpu", tied=False)
     captured = capture(model, args, kwargs)
     cluster = ClusterInfo(name=f"cpu:1x{RANKS}", devices=RANKS)
@@ -38,7 +38,7 @@ def autoplan_step(batch: int, micro_batches: int) -> Step:
         parallel.zero_grad()
         return parallel.train_step(*args, **kwargs).item()
 
-    return step
+    return Contender(step, list(parallel.parameters()))
 
 
 class FirstStage(nn.Module):
@@ -70,7 +70,7 @@ class LastStage(nn.Module):
         return self.head(self.norm(x_BSD))
 
 
-def pipelining_step(batch: int, micro_batches: int) -> Step:
+def pipelining_contender(batch: int, micro_batches: int) -> Contender:
     model, _, inputs = zoo.build(MODEL, batch=batch, device="cpu", tied=False)
     rank = dist.get_rank()
     module = FirstStage(model) if rank == 0 else LastStage(model)
@@ -86,16 +86,16 @@ def pipelining_step(batch: int, micro_batches: int) -> Step:
         schedule.step(target=inputs["labels"], losses=losses)
         return torch.stack(losses).mean().item()
 
-    return step
+    return Contender(step, list(module.parameters()))
 
 
 def run(batch: int, micro_batches: int, rounds: int) -> dict[str, list[float]]:
     """One rank's part."""
-    steps = {
-        OURS: autoplan_step(batch, micro_batches),
-        "torch.distributed.pipelining": pipelining_step(batch, micro_batches),
+    contenders = {
+        OURS: autoplan_contender(batch, micro_batches),
+        "torch.distributed.pipelining": pipelining_contender(batch, micro_batches),
     }
-    return take_turns(steps, rounds)
+    return take_turns(contenders, rounds)
 
 
 if __name__ == "__main__":

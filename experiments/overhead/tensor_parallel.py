@@ -14,10 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -31,7 +29,7 @@ from autoplan.api import parallelize
 from autoplan.capture import capture
 from autoplan.runtime.launch import WorkerPool
 from autoplan.search.uniform import named_plan
-from experiments.overhead.comparison import OURS, Step, report, take_turns
+from experiments.overhead.comparison import OURS, Contender, report, take_turns
 from searchspace.graph import Graph
 from searchspace.plan import ClusterInfo, Plan, Recipe
 
@@ -53,7 +51,7 @@ def megatron_plan(graph: Graph) -> Plan:
     return plan.replace(transformation=plan.transformation.model_copy(update={"operators": operators}))
 
 
-def autoplan_step(batch: int) -> Step:
+def autoplan_contender(batch: int) -> Contender:
     model, args, kwargs = zoo.build(MODEL, batch=batch, device="cpu")
     captured = capture(model, args, kwargs)
     parallel = parallelize(captured, plan=megatron_plan(captured.graph))
@@ -62,10 +60,10 @@ def autoplan_step(batch: int) -> Step:
         parallel.zero_grad()
         return parallel.train_step(*args, **kwargs).item()
 
-    return step
+    return Contender(step, list(parallel.parameters()))
 
 
-def dtensor_step(batch: int, vocabulary_parallel_loss: bool, one_input: bool) -> Step:
+def dtensor_contender(batch: int, vocabulary_parallel_loss: bool, one_input: bool) -> Contender:
     """The model as a user of ``parallelize_module`` writes it, following PyTorch's tensor-parallel tutorial.
 
     ``one_input``: an attention's input becomes a DTensor once and not once for each projection, so that
@@ -102,18 +100,18 @@ def dtensor_step(batch: int, vocabulary_parallel_loss: bool, one_input: bool) ->
             loss.backward()
         return (loss.full_tensor() if isinstance(loss, DTensor) else loss).item()
 
-    return step
+    return Contender(step, list(model.parameters()))
 
 
 def run(batch: int, rounds: int) -> dict[str, list[float]]:
     """One rank's part."""
-    steps = {
-        OURS: autoplan_step(batch),
-        "parallelize_module": dtensor_step(batch, False, False),
-        "parallelize_module, loss_parallel": dtensor_step(batch, True, False),
-        "parallelize_module, loss_parallel, one input": dtensor_step(batch, True, True),
+    contenders = {
+        OURS: autoplan_contender(batch),
+        "parallelize_module": dtensor_contender(batch, False, False),
+        "parallelize_module, loss_parallel": dtensor_contender(batch, True, False),
+        "parallelize_module, loss_parallel, one input": dtensor_contender(batch, True, True),
     }
-    return take_turns(steps, rounds)
+    return take_turns(contenders, rounds)
 
 
 if __name__ == "__main__":
