@@ -105,6 +105,9 @@ class Store:
         """
         if self.collecting.get(key) is leaf:
             return True
+        if leaf.grad is not None:  # the total of another slot that shares this leaf (a tied parameter)
+            for other in [other for other, held in self.collecting.items() if held is leaf]:
+                self.collected(other)
         if key not in self.owned or key in self.collecting or self.buffers[key].dtype is not leaf.dtype:
             return False
         leaf.grad = self.buffers[key]

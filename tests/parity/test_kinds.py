@@ -17,6 +17,7 @@ from autoplan.search.uniform import named_plan
 from autoplan.verification import verify
 from searchspace.errors import IllegalPlanError
 from searchspace.plan import ClusterInfo, Recipe
+from tests.capture.models import build
 
 PLANS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -116,3 +117,14 @@ def test_sparse_gradients_become_dense_and_equal() -> None:
     found = parallel.full_gradients()
     for name, parameter in dense.named_parameters():
         assert torch.allclose(found[name], parameter.grad, rtol=0, atol=1e-12)
+
+
+def test_a_tied_weight_with_a_gradient_of_another_layout_at_each_use() -> None:
+    """Replicated use and divided use share one buffer, but their gradients must not run together."""
+    call = build("gpt")
+    graph = capture(*call).graph
+    plan = named_plan(graph, ClusterInfo(name="cpu:1x2", devices=2), Recipe(), dp=2, micro_batches=2)
+    operators = dict(plan.transformation.operators)
+    del operators[next(op.name for op in graph.operators if op.module == "wte")]
+    changed = plan.transformation.model_copy(update={"operators": operators})
+    verify(*call, plan=plan.replace(transformation=changed)).raise_if_different()
