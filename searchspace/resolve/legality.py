@@ -47,17 +47,20 @@ def split_problem(
 
 def layout_problem(shape: Sequence[int], layout: Layout, mesh: Mesh) -> str | None:
     """Why a tensor of ``shape`` cannot lie in ``layout`` on ``mesh``, or None when it can."""
-    parts: dict[int, int] = {}
+    lengths: dict[int, set[int]] = {}
     for placement, size in zip(layout, mesh.shape, strict=True):
-        if isinstance(placement, Split):
-            if placement.dim >= len(shape):
-                return f"{placement} splits a dimension that shape {list(shape)} does not have"
-            if shape[placement.dim] % placement.unit:
-                return f"{placement} cuts whole units of {placement.unit} in an extent of {shape[placement.dim]}"
-            parts[placement.dim] = parts.get(placement.dim, 1) * size
-            if shape[placement.dim] // placement.unit < parts[placement.dim]:
-                return (
-                    f"{placement} cuts an extent of {shape[placement.dim]} into {parts[placement.dim]} parts "
-                    "(a part would be empty)"
-                )
+        if not isinstance(placement, Split):
+            continue
+        dim, unit = placement.dim, placement.unit
+        if dim >= len(shape):
+            return f"{placement} splits a dimension that shape {list(shape)} does not have"
+        cut = set()
+        for length in sorted(lengths.get(dim, {shape[dim]})):
+            units, rest = divmod(length, unit)
+            if rest:
+                return f"{placement} cuts whole units of {unit} in an extent of {length}"
+            if units < size:
+                return f"{placement} cuts an extent of {length} into {size} parts (a part would be empty)"
+            cut |= {units // size * unit, -(-units // size) * unit}
+        lengths[dim] = cut
     return None
