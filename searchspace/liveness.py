@@ -72,3 +72,15 @@ def uses(instruction: Instruction) -> tuple[list[Key], list[Key], list[Key]]:
             return [], [instruction.target], []
         case Free():
             return list(instruction.keys), [], []
+
+
+def changing(instructions: Sequence[Instruction]) -> frozenset[Key]:
+    """Keys to whose buffer a later instruction of this rank adds, or from which an exchange takes it."""
+    written: set[Key] = set()
+    found: set[Key] = set()
+    for instruction in instructions:
+        if isinstance(instruction, Exchange) and instruction.source is not None:
+            found.add(instruction.source)
+        for key in uses(instruction)[2]:
+            (found if key in written else written).add(key)
+    return frozenset(found)

@@ -14,6 +14,7 @@ from autoplan.runtime.parameters import ParameterShard, Shards
 from autoplan.runtime.store import Store
 from autoplan.runtime.transport import Transport
 from searchspace.errors import ExecutionError
+from searchspace.liveness import changing
 from searchspace.program import ONCE, Exchange, Key, Program, Rank, Slot, SlotName
 
 if TYPE_CHECKING:
@@ -42,9 +43,10 @@ class BoundProgram:
     def __init__(self, program: Program, transport: Transport, compiler: SegmentCompiler) -> None:
         self.program = program
         self.device_type = transport.device.type
-        self.stores = {rank: Store() for rank in transport.ranks}
+        self.stores = {rank: Store(changing(program.of_rank(rank))) for rank in transport.ranks}
         self._run = transport.prepare(program, self.stores, compiler)
         self._held: dict[Rank, dict[Key, Tensor]] = {}
+        self._summed: dict[Rank, list[Key]] = {}
         self.local = all(
             i.kind == "local" for step in program.steps for i in step.ranks.values() if isinstance(i, Exchange)
         )
@@ -73,6 +75,9 @@ class BoundProgram:
             for tensor, name in self.program.constants.items():
                 held[(name, ONCE)] = state.constants[tensor]
             self._held[rank] = held
+            slots = self.program.slots
+            summed = {slots[name].tensor for name, _ in self.stores[rank].changing or () if slots[name].gradient}
+            self._summed[rank] = [k for k, v in held.items() if v.requires_grad and slots[k[0]].tensor in summed]
 
     def _stored(self, stored: Mapping[StoredId, Tensor], rank: Rank, slot: Slot) -> Tensor:
         found = stored.get(_stored_id(rank, slot))
@@ -88,11 +93,9 @@ class BoundProgram:
         """Run once.  Runs as captured, whatever autocast or gradient mode surrounds the call."""
         given = {(slot, ONCE): inputs[name] for name, slot in self.program.inputs.items() if name in inputs}
         for rank, store in self.stores.items():
-            # leaves of their own: what autograd adds up in a run is not the user's `.grad`
-            store.buffers.update(
-                (key, value.detach().requires_grad_() if value.requires_grad else value)
-                for key, value in self._held[rank].items()
-            )
+            store.buffers.update(self._held[rank])
+            # where autograd adds up gradients, leaves of the run's own: their `.grad` is not the user's
+            store.buffers.update((key, self._held[rank][key].detach().requires_grad_()) for key in self._summed[rank])
             store.buffers.update(given)
         try:
             with torch.no_grad(), torch.autocast(self.device_type, enabled=False):

@@ -38,13 +38,15 @@ class Store:
     Fields
         buffers: what each key holds.  None of them carries an autograd graph.
         owned: keys whose buffer nobody else can see.
+        changing: the keys of which it matters whether their buffer is owned (None: all).
         collecting: gradient's key -> leaf whose ``.grad`` its buffer is.
         kept: (segment, micro-batch) -> graph, from a forward until its backward.
     """
 
-    __slots__ = ("buffers", "collecting", "kept", "owned")
+    __slots__ = ("buffers", "changing", "collecting", "kept", "owned")
 
-    def __init__(self) -> None:
+    def __init__(self, changing: frozenset[Key] | None = None) -> None:
+        self.changing = changing
         self.buffers: dict[Key, Tensor] = {}
         self.owned: set[Key] = set()
         self.collecting: dict[Key, Tensor] = {}
@@ -75,10 +77,12 @@ class Store:
 
         ``others`` is whatever a backward pass could have returned instead of a new tensor.
         """
-        if not fresh:
+        asked = [key for key in fresh if self.changing is None or key in self.changing]
+        if not asked:
             return
         users = Counter(value.untyped_storage().data_ptr() for value in chain(fresh.values(), others))
-        for key, value in fresh.items():
+        for key in asked:
+            value = fresh[key]
             if users[value.untyped_storage().data_ptr()] == 1 and value.is_contiguous():
                 self.owned.add(key)
 
