@@ -6,6 +6,7 @@ python -m experiments.overhead.one_rank [rounds]
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -16,10 +17,12 @@ from autoplan.search.uniform import named_plan
 from experiments.overhead.comparison import OURS, Contender, report, take_turns
 from searchspace.plan import ClusterInfo, Recipe
 
+MODEL = "gpt-small"
 
-def compare(model_name: str, batch: int, rounds: int) -> None:
+
+def compare(rounds: int, batch: int, **sizes: Any) -> None:
     torch.set_num_threads(1)
-    model, args, kwargs = zoo.build(model_name, batch=batch, device="cpu")
+    model, args, kwargs = zoo.build(MODEL, batch=batch, device="cpu", **sizes)
     captured = capture(model, args, kwargs)
     plan = named_plan(captured.graph, ClusterInfo(name="cpu:1x1", devices=1), Recipe())
     parallel = parallelize(captured, plan=plan)
@@ -38,10 +41,12 @@ def compare(model_name: str, batch: int, rounds: int) -> None:
         OURS: Contender(ours, list(parallel.parameters())),
         "eager PyTorch": Contender(eager, list(model.parameters())),
     }
-    report("one_rank", f"{model_name}, batch {batch}", take_turns(contenders, rounds))
+    setting = ", ".join([MODEL, f"batch {batch}", *(f"{name} {value}" for name, value in sizes.items())])
+    report("one_rank", setting, take_turns(contenders, rounds))
 
 
 if __name__ == "__main__":
     repetitions = int(sys.argv[1]) if len(sys.argv) > 1 else 100
-    compare("gpt-small", 8, repetitions)
-    compare("gpt-small", 1, repetitions)
+    compare(repetitions, batch=8)
+    compare(repetitions, batch=1)
+    compare(repetitions, batch=2, vocabulary=50_257)
