@@ -150,3 +150,26 @@ def machine() -> dict[str, str | float]:
         "torch": torch.__version__,
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def table() -> str:
+    """All kept results as a Markdown table."""
+    lines = [
+        "| setting | against | autoplan | peer | ratio | 95 % interval | slower in | load |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted(RESULTS.glob("*.json")):
+        for setting, found in json.loads(path.read_text()).items():
+            where = f"{path.stem.replace('_', ' ')}: {setting}"
+            medians = {name: f"{seconds * 1e3:.1f} ms" for name, seconds in found["median_seconds"].items()}
+            for r in found["ratios"]:
+                lines.append(
+                    f"| {where} | {r['peer']} | {medians[OURS]} | {medians[r['peer']]} | {r['median']:.3f} "
+                    f"| {r['low']:.3f} - {r['high']:.3f} | {r['slower_rounds']} of {r['rounds']} "
+                    f"| {found['machine']['load']} |"
+                )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
