@@ -19,7 +19,7 @@ from autoplan.search.problem import Assignment, Costs
 from autoplan.search.reduction import narrowed
 from autoplan.search.selection import Selection
 from autoplan.search.solver import SolverOptions, solve
-from autoplan.search.stages import Pipeline, StageProblem
+from autoplan.search.stages import Pipeline, StageProblem, step_seconds
 from autoplan.search.strategies import Allow
 from autoplan.search.wiring import Wiring
 from costmodel.memory import FRAGMENTATION
@@ -33,9 +33,6 @@ PRICES = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 
 COARSE = (0.1, 1.0, 100.0)
 """The prices that show roughly what a candidate can reach."""
-
-MIXED = 1.03
-"""What mixing families is charged: where they meet, tensors are converted, which options do not include."""
 
 MAX_ENTRIES = 1 << 19
 """Widest table of a selection; wider ones are restricted to the strategies that look best."""
@@ -91,6 +88,7 @@ class Exploration:
         self.kinds = [block.kind for block in self.folding.blocks]
         self.options: list[Option] = []
         self._families: dict[Assignment, int] = {}
+        self._meetings: dict[tuple[int, int, int, int], float] = {}
         self._effort = 0
         self._unit = 0.0
         free = self._option(Terms(self.candidate.micro_batches))
@@ -122,12 +120,12 @@ class Exploration:
             self._make_options(COARSE, self.in_flight()[:1])
             self._effort = 1
         if self._effort == 1:
-            rough = self._cut(self.limit - reserve)
+            rough = self._cut(self.limit - reserve, cutoff)
             if rough is None or rough.seconds >= cutoff * 1.05:
                 return rough
             self._make_options(PRICES, (self.in_flight()[0], self.in_flight()[-1]))
             self._effort = 2
-        return self._cut(self.limit - reserve)
+        return self._cut(self.limit - reserve, cutoff)
 
     def exact(self, pipeline: Pipeline, reserve: float) -> Pipeline | None:
         """A better cut with selections of the fullest stage under its memory limit (an integer program), or None."""
@@ -136,15 +134,38 @@ class Exploration:
         found = self._cut(self.limit - reserve)
         return found if found is not None and found.seconds < pipeline.seconds else None
 
-    def _cut(self, limit: float) -> Pipeline | None:
-        """The better one of all options mixed at will, and of a single family."""
-        everything = range(len(self.options))
-        found = [self._solve(limit, everything)]
-        if found[0] is not None and len({self.options[o].family for s in found[0].stages for o in s.options}) > 1:
-            found = [replace(found[0], seconds=found[0].seconds * MIXED)]
-            for family in range(len(self._families)):
-                found.append(self._solve(limit, [i for i in everything if self.options[i].family == family]))
-        return min((f for f in found if f is not None), key=lambda f: f.seconds, default=None)
+    def _cut(self, limit: float, cutoff: float = np.inf) -> Pipeline | None:
+        """The better one of all options mixed at will, and of a single family that could stay below ``cutoff``."""
+        best = self._solve(limit, range(len(self.options)))
+        if best is None or len({self.options[o].family for s in best.stages for o in s.options}) == 1:
+            return best
+        best = self._with_meetings(best)
+        members = [[i for i, o in enumerate(self.options) if o.family == f] for f in range(len(self._families))]
+        bounds = [self._stages(limit, chosen).bound(self.candidate.stages) for chosen in members]
+        for bound, chosen in sorted(zip(bounds, members, strict=True)):
+            if bound >= min(best.seconds, cutoff):
+                break
+            found = self._solve(limit, chosen)
+            if found is not None and found.seconds < best.seconds:
+                best = found
+        return best
+
+    def _with_meetings(self, pipeline: Pipeline) -> Pipeline:
+        """The pipeline with the conversions where blocks of different families meet."""
+        stages = []
+        for stage in pipeline.stages:
+            extra = 0.0
+            kinds = self.kinds[stage.first : stage.last]
+            for at in range(1, len(kinds)):
+                a, b = self.options[stage.options[at - 1]], self.options[stage.options[at]]
+                if a.family != b.family:
+                    key = (a.family, b.family, kinds[at - 1], kinds[at])
+                    if key not in self._meetings:
+                        pair = (kinds[at - 1], kinds[at])
+                        self._meetings[key] = self.selection.meeting(a.assignment, b.assignment, pair)
+                    extra += self._meetings[key]
+            stages.append(replace(stage, seconds=stage.seconds + extra))
+        return replace(pipeline, stages=tuple(stages), seconds=step_seconds(stages, self.candidate.micro_batches))
 
     def _solve(self, limit: float, chosen: Sequence[int]) -> Pipeline | None:
         found = self._stages(limit, chosen).solve(self.candidate.stages, self.in_flight())

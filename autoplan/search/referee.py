@@ -61,7 +61,7 @@ class Referee:
             again = exploration.pipeline(self.reserve)
             if again is not None:
                 pipeline, reserve = again, self.reserve
-        most = float("inf")
+        most, rival = float("inf"), self.best
         for _ in range(ROUNDS):
             plan = exploration.plan(pipeline, self.context.info, self.context.recipe)
             judged = self.price(str(exploration.candidate), plan, exploration.model)
@@ -69,6 +69,8 @@ class Referee:
             spare = limit - max(peaks)
             if judged.fits and (spare < 2 * step or not exploration.squeezed(pipeline)):
                 break
+            if rival is not None and judged.evaluation.seconds >= rival.evaluation.seconds and not judged.fits:
+                return  # less memory does not make it faster
             if judged.fits:
                 reserve = max(0.0, reserve - 0.7 * spare)
             else:

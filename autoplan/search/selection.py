@@ -105,6 +105,20 @@ class Selection:
             working=np.max(of_nodes("working")[:, None] * (self._members > 0), axis=0, initial=0.0),
         )
 
+    def meeting(self, first: Assignment, second: Assignment, kinds: tuple[Kind, Kind]) -> float:
+        """Seconds that a micro-batch costs more where a block with ``first`` is followed by one with ``second``.
+
+        ``kinds`` are those of the two blocks; :meth:`by_kind` prices what the second reads as if both had
+        its assignment.
+        """
+        extra = 0.0
+        for link in self.wiring.links:
+            if kinds in link.crossing:
+                table = link.forward + link.backward
+                reading = second[link.target]
+                extra += float(table[first[link.source], reading] - table[second[link.source], reading])
+        return extra
+
     # -- decoding --------------------------------------------------------------------------------
 
     def labels(self, assignment: Assignment) -> dict[Group, dict[str, str]]:

@@ -77,6 +77,7 @@ class StageProblem:
         self.kinds = np.asarray(kinds, dtype=np.intp)
         self.options, self.micro_batches, self.transfer = options, micro_batches, transfer
         self.limit, self.fixed = limit, fixed
+        self._fronts: dict[int, Front] = {}
         stack = lambda name: np.array([getattr(o, name) for o in options])  # noqa: E731
         self.seconds = stack("seconds")
         self.step = stack("step")
@@ -116,6 +117,11 @@ class StageProblem:
 
     def front(self, in_flight: int) -> Front:
         """Levels of the joint front: kinds move along their own fronts in order of seconds per byte saved."""
+        if in_flight not in self._fronts:
+            self._fronts[in_flight] = self._front(in_flight)
+        return self._fronts[in_flight]
+
+    def _front(self, in_flight: int) -> Front:
         memory = self.resident + in_flight * self.saved
         moves: list[tuple[float, int, int]] = []
         start = np.zeros(self.time.shape[1], dtype=np.intp)
@@ -155,6 +161,8 @@ class StageProblem:
                 mixed = time + np.clip(share, 0.0, 1.0) * (before_time - time)
                 value = np.where(fits, np.minimum(value, mixed), np.inf)
             seconds = np.minimum(seconds, value)
+            if fits[0, count]:
+                break  # so does every shorter stage
             before_time, before_memory = time, memory
         seconds[np.tril_indices(count + 1)] = np.inf
         return seconds
@@ -213,9 +221,7 @@ class StageProblem:
                     self._bytes(chosen, kinds, k),
                 )
             )
-        per_micro_batch = [s.seconds for s in stages]
-        seconds = sum(per_micro_batch) + (self.micro_batches - 1) * max(per_micro_batch) + max(s.step for s in stages)
-        return Pipeline(tuple(stages), seconds)
+        return Pipeline(tuple(stages), step_seconds(stages, self.micro_batches))
 
     def _bytes(self, chosen: NDArray[np.intp], kinds: NDArray[np.intp], in_flight: int) -> float:
         kept = self.resident[chosen, kinds] + in_flight * self.saved[chosen, kinds]
@@ -244,21 +250,22 @@ class StageProblem:
         return None
 
     def least_bytes(self, stages: int, in_flight: Sequence[int]) -> float:
-        """The smallest memory limit under which some cut into ``stages`` exists (bisection over the limit)."""
-        low, high = 0.0, self.fixed + float((self.resident + max(in_flight) * self.saved).max(axis=0)[self.kinds].sum())
-        high += float(self.transient.max(initial=0.0))
-        limit = self.limit
-        try:
-            for _ in range(30):
-                self.limit = (low + high) / 2
-                tables = [self._intervals(k) for k in in_flight]
-                if self._minimise(tables, bottleneck=True, bound=np.inf) is None:
-                    low = self.limit
-                else:
-                    high = self.limit
-        finally:
-            self.limit = limit
-        return high
+        """The memory of the fullest stage, in the cut and with the options that need least of it."""
+        tables = []
+        for k in in_flight:
+            level = self.front(k).options[-1]
+            every = np.arange(len(level))
+            bytes = _sums((self.resident + k * self.saved)[level, every][self.kinds]) + self._transient(level)
+            bytes[np.tril_indices(len(self.kinds) + 1)] = np.inf
+            tables.append(bytes)
+        found = self._minimise(tables, bottleneck=True, bound=np.inf)
+        return np.inf if found is None else self.fixed + found[0]
+
+
+def step_seconds(stages: Sequence[StageCut], micro_batches: int) -> float:
+    """The estimate of a step: the first micro-batch through all stages, the others behind the slowest one."""
+    slowest = max(stage.seconds for stage in stages)
+    return sum(s.seconds for s in stages) + (micro_batches - 1) * slowest + max(s.step for s in stages)
 
 
 def _sums(values: Costs) -> Costs:

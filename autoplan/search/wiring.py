@@ -61,7 +61,8 @@ class LinkTable:
     """Adapters between two nodes, arrays of shape (K, K'): seconds, bytes that they keep until backward,
     and bytes of gathered parameters that are there only while they are used.
 
-    ``occurrences`` counts them by the kind of the reading block.
+    ``occurrences`` counts them by the kind of the reading block, ``crossing`` are the kinds of the blocks
+    (making, reading) where it leads from one block to another.
     """
 
     source: int
@@ -71,6 +72,7 @@ class LinkTable:
     kept: Costs
     gathered: Costs
     occurrences: Counter[Kind]
+    crossing: frozenset[tuple[Kind, Kind]] = frozenset()
 
 
 @dataclass(eq=False)
@@ -206,7 +208,8 @@ class Wiring:
             origin, produced = shared, list(options)
         for reader, where in found.items():
             kinds = Counter({reader[0][0]: sum(where.values())})
-            self._link(origin, self._operator_node[reader[0]], tensor, shape, produced, pairs[reader], kinds)
+            crossing = frozenset({(source[0][0], reader[0][0])} if any(a != b for a, b in where) else ())
+            self._link(origin, self._operator_node[reader[0]], tensor, shape, produced, pairs[reader], kinds, crossing)
         self._carry(tensor, found, pairs)
 
     def _carry(
@@ -229,7 +232,7 @@ class Wiring:
 
     def _link(
         self, a: int, b: int, tensor: Tensor, shape: Shape, have: Sequence[Pair], want: Sequence[Pair],
-        kinds: Counter[Kind],
+        kinds: Counter[Kind], crossing: frozenset[tuple[Kind, Kind]] = frozenset(),
     ) -> None:  # fmt: skip
         """What an adapter reads and what it makes is kept until backward."""
         forward, backward = self._adapter(tensor, shape, have, want)
@@ -241,7 +244,7 @@ class Wiring:
             if self.nodes[a].role == "operator" and not self.pricing.saved_by_maker(tensor):
                 kept = kept + self._sizes(tensor, have)[:, None]
             kept = np.where(forward > 0, kept, 0.0)
-        self.links.append(LinkTable(a, b, forward, backward, kept, np.zeros_like(forward), kinds))
+        self.links.append(LinkTable(a, b, forward, backward, kept, np.zeros_like(forward), kinds, crossing))
 
     def _adapter(self, tensor: Tensor, shape: Shape, have: Sequence[Pair], want: Sequence[Pair]) -> tuple[Costs, Costs]:
         """Seconds of adapters from each pair of ``have`` to each of ``want``, forward and backward."""
