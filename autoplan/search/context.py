@@ -9,6 +9,7 @@ from functools import cached_property
 from autoplan.search.candidates import Candidate
 from autoplan.search.explore import Exploration
 from autoplan.search.folding import Folding, fold
+from autoplan.search.lineage import batch_labels
 from autoplan.search.strategies import Allow, everything
 from autoplan.search.wiring import with_gradient
 from costmodel.cluster import Cluster
@@ -68,6 +69,7 @@ class Context:
         self.gradients = with_gradient(self.graph) if self.training else frozenset()
         self.folding: Folding = fold(self.graph, repeats=options.fold)
         self.allow = pinned(self.graph, self.folding, options.pins)
+        self.batch = batch_labels(self.graph)
         self.refused: dict[int, str] = {}
         """Why some numbers of micro-batches are impossible."""
         self._models: dict[int, CostModel | None] = {}
@@ -105,7 +107,7 @@ class Context:
         recompute = self.options.recompute and self.training
         return Exploration(
             candidate, self.graph, self.folding, model, self.gradients, self.allow, self.options.zero, recompute,
-            self.limit, float(self.everywhere),
+            self.limit, float(self.everywhere), self.batch,
         )  # fmt: skip
 
 

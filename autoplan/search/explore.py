@@ -13,7 +13,6 @@ from autoplan.search.candidates import Candidate
 from autoplan.search.conversions import Conversions
 from autoplan.search.figures import KindFigures, ParameterLayouts, Readers, Terms
 from autoplan.search.folding import Folding
-from autoplan.search.lineage import batch_labels
 from autoplan.search.pricing import ModelPricing
 from autoplan.search.problem import Assignment, Costs
 from autoplan.search.reduction import narrowed
@@ -74,6 +73,7 @@ class Exploration:
     recompute: bool
     limit: float
     fixed: float
+    batch: Mapping[str, str]
 
     def __post_init__(self) -> None:
         mesh = self.candidate.mesh()
@@ -83,6 +83,7 @@ class Exploration:
                 Conversions(mesh, self.model.prices), self.gradients, self.allow, self.zero,
                 shard_axes=mesh.axis_names,
                 master_bytes={t.name: DTYPE_BYTES[self.model.master_dtype(t.name)] for t in self.graph.parameters},
+                batch=self.batch,
             )
         )  # fmt: skip
         self.kinds = [block.kind for block in self.folding.blocks]
@@ -327,7 +328,6 @@ class Exploration:
         if len(names) != 1:
             return names
         (only,) = names
-        along_batch = batch_labels(self.graph)
         by_batch = by_other = 0.0
         for stage in pipeline.stages:
             for block, option in zip(self.folding.blocks[stage.first : stage.last], stage.options, strict=True):
@@ -335,7 +335,7 @@ class Exploration:
                 for name in block.operators:
                     label = labels[self.folding.groups[name]].get(only, "")
                     op = self.graph.operator[name]
-                    if label and label == along_batch[name]:
+                    if label and label == self.batch[name]:
                         by_batch += op.flops
                     elif label:
                         by_other += op.flops

@@ -112,6 +112,16 @@ class _Family:
         self.pending = [(members[start][0], start)]
         self.best = float("inf")
         self._seen = {start}
+        self._excess = float("inf")
+
+    def promise(self) -> float:
+        """What the next member may reach: its estimate, with half (on a logarithmic scale) of the least excess so far.
+
+        Estimates leave communication out, of which other numbers of micro-batches need less or more.
+        """
+        if not self.pending:
+            return float("inf")
+        return self.pending[0][0] * (1.0 if self._excess == float("inf") else max(1.0, self._excess) ** 0.5)
 
     def unseen(self) -> list[int]:
         """Members that nobody has looked at."""
@@ -120,6 +130,8 @@ class _Family:
 
     def note(self, at: int, seconds: float | None) -> None:
         """Member ``at`` reached ``seconds`` (None: does not fit); its neighbours follow while that improves."""
+        if seconds is not None:
+            self._excess = min(self._excess, seconds / max(self.members[at][0], 1e-12))
         if seconds is not None and seconds >= self.best:
             return
         self.best = self.best if seconds is None else seconds
@@ -177,7 +189,7 @@ class _Search:
         for _ in range(steps):
             best = self.found_best()
             over = bool(self.found) and self.limits.exploring_is_over()
-            if not family.pending or family.pending[0][0] >= best * SLACK or over:
+            if over or family.promise() >= best * SLACK:
                 return
             _, at = heapq.heappop(family.pending)
             candidate = family.members[at][1]

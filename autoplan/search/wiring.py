@@ -94,6 +94,8 @@ class Wiring:
     zero: tuple[int, ...] = (0,)
     shard_axes: tuple[str, ...] = ("dp",)
     master_bytes: Mapping[str, int] = field(default_factory=dict)
+    batch: Mapping[str, str] | None = None
+    """The choice of each operator along the batch (see ``lineage.py``)."""
 
     def __post_init__(self) -> None:
         self.nodes: list[NodeTable] = []
@@ -105,7 +107,7 @@ class Wiring:
         self._adapters: dict[object, tuple[Costs, Costs]] = {}
         self._kept_ways: dict[object, tuple[list[ParameterLayouts], list[Figures]]] = {}
         self._uses: dict[object, tuple[Costs, Costs, Costs]] = {}
-        self._batch = batch_labels(self.graph)
+        self._batch = batch_labels(self.graph) if self.batch is None else self.batch
         self._none: Layout = (R,) * len(self.mesh.axes)
         self._block_of = {name: i for i, b in enumerate(self.folding.blocks) for name in b.operators}
         self._add_operators()
