@@ -61,7 +61,7 @@ class Referee:
             again = exploration.pipeline(self.reserve)
             if again is not None:
                 pipeline, reserve = again, self.reserve
-        most, rival = float("inf"), self.best
+        rival = self.best
         for _ in range(ROUNDS):
             plan = exploration.plan(pipeline, self.context.info, self.context.recipe)
             judged = self.price(str(exploration.candidate), plan, exploration.model)
@@ -73,12 +73,14 @@ class Referee:
                 return  # less memory does not make it faster
             if judged.fits:
                 reserve = max(0.0, reserve - 0.7 * spare)
+                again = exploration.pipeline(reserve)
             else:
                 excess = max(peak - stage.bytes for peak, stage in zip(peaks, pipeline.stages, strict=True))
-                if most == float("inf"):
-                    most = limit - exploration.least_bytes() * (1 + 1e-6)
-                reserve = min(max(reserve, excess) + step / 2, most)
-            again = exploration.pipeline(reserve)
+                before, reserve = reserve, max(reserve, excess) + step / 2
+                again = exploration.pipeline(reserve)
+                most = limit - exploration.least_bytes() * (1 + 1e-6)
+                if again is None and before < most < reserve:
+                    reserve, again = most, exploration.pipeline(most)
             if again is None or again == pipeline:
                 break
             pipeline = again

@@ -27,6 +27,9 @@ from searchspace.quantity_text import bytes_text
 
 Progress = Callable[[str, float | None], None]
 
+BEHIND = 1.15
+"""A family this far behind the best has to promise more than its estimates."""
+
 SLACK = 1.02
 """Estimates within this factor of the best are still worth a look: they are that inexact."""
 
@@ -119,8 +122,6 @@ class _Family:
 
         Estimates leave communication out, of which other numbers of micro-batches need less or more.
         """
-        if not self.pending:
-            return float("inf")
         return self.pending[0][0] * (1.0 if self._excess == float("inf") else max(1.0, self._excess) ** 0.5)
 
     def unseen(self) -> list[int]:
@@ -189,7 +190,9 @@ class _Search:
         for _ in range(steps):
             best = self.found_best()
             over = bool(self.found) and self.limits.exploring_is_over()
-            if over or family.promise() >= best * SLACK:
+            if over or not family.pending or family.pending[0][0] >= best * SLACK:
+                return
+            if family.best > best * BEHIND and family.promise() >= best * SLACK:
                 return
             _, at = heapq.heappop(family.pending)
             candidate = family.members[at][1]

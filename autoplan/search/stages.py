@@ -251,15 +251,21 @@ class StageProblem:
 
     def least_bytes(self, stages: int, in_flight: Sequence[int]) -> float:
         """The memory of the fullest stage, in the cut and with the options that need least of it."""
-        tables = []
-        for k in in_flight:
-            level = self.front(k).options[-1]
-            every = np.arange(len(level))
-            bytes = _sums((self.resident + k * self.saved)[level, every][self.kinds]) + self._transient(level)
-            bytes[np.tril_indices(len(self.kinds) + 1)] = np.inf
-            tables.append(bytes)
-        found = self._minimise(tables, bottleneck=True, bound=np.inf)
-        return np.inf if found is None else self.fixed + found[0]
+        least = np.inf
+        for back in range(1, MAX_LEVELS + 1):
+            tables = []
+            for k in in_flight:
+                levels = self.front(k).options
+                level = levels[max(len(levels) - back, 0)]
+                every = np.arange(len(level))
+                bytes = _sums((self.resident + k * self.saved)[level, every][self.kinds]) + self._transient(level)
+                bytes[np.tril_indices(len(self.kinds) + 1)] = np.inf
+                tables.append(bytes)
+            found = self._minimise(tables, bottleneck=True, bound=np.inf)
+            if found is None or found[0] >= least:
+                break  # from the smallest level on, as long as what passes by gets smaller
+            least = found[0]
+        return self.fixed + least
 
 
 def step_seconds(stages: Sequence[StageCut], micro_batches: int) -> float:
