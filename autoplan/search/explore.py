@@ -112,7 +112,7 @@ class Exploration:
         """The best cut into stages that leaves ``reserve`` bytes free; None when nothing fits.
 
         Options are made as far as they are needed: the fastest while memory is plenty, some prices of
-        memory to see whether the candidate can reach ``cutoff`` seconds, then all.
+        memory to see whether the candidate fits and can reach ``cutoff`` seconds, then (or without a cutoff) all.
         """
         if self._effort == 0:
             ideal, roomy = self._cut(np.inf), self._cut(self.limit - reserve)
@@ -122,7 +122,7 @@ class Exploration:
             self._effort = 1
         if self._effort == 1:
             rough = self._cut(self.limit - reserve, cutoff)
-            if rough is None or rough.seconds >= cutoff * 1.05:
+            if cutoff < np.inf and (rough is None or rough.seconds >= cutoff * 1.05):
                 return rough
             self._make_options(PRICES, (self.in_flight()[0], self.in_flight()[-1]))
             self._effort = 2

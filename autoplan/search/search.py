@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import importlib.metadata
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -208,7 +209,7 @@ class _Search:
         if bound >= best * SLACK:
             self.slow.append(exploration)
             return bound
-        return self._note(exploration, exploration.pipeline(cutoff=best))
+        return self._note(exploration, exploration.pipeline(cutoff=min(best, sys.float_info.max)))
 
     def _note(self, exploration: Exploration, pipeline: Pipeline | None) -> float | None:
         if pipeline is None:
