@@ -16,10 +16,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoplan.capture.builder import dtype_name
+from autoplan.capture.cumulative import cumulative_averages
 from autoplan.capture.guards import Places, guarded_functions, reworded
+from autoplan.capture.hooks import watched_gradients
 from autoplan.capture.signature import CallSignature
 from autoplan.capture.standin import stand_ins
 from autoplan.capture.structure import Structure, flatten, holds_tensors, is_cache
+from autoplan.capture.written import State, written_state
 from searchspace.errors import CaptureError
 from searchspace.graph import Context
 
@@ -73,19 +76,22 @@ class _Wrapper(nn.Module):
         self.loss: nn.Module | None = _Loss(loss) if loss is not None else None
         self.signature, self.train_mode, self.autocast = signature, train, autocast
         self.outputs = Outputs()
+        self.state = State()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs, loss_args = self.signature.rebuild(tensors)
         context: AbstractContextManager[Any] = nullcontext()
         if self.autocast is not None:
             context = torch.autocast(self.autocast, dtype=torch.bfloat16, cache_enabled=False)
-        with context:
+        with context, written_state(self.model, self.loss and self.loss.__dict__["function"]) as written:
             output = self.model(*args, **kwargs)
             leaves, structure = flatten(output)
             results = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
             if self.train_mode:
                 loss = self.loss(output, *loss_args) if self.loss is not None else own_loss(output)
                 results.append(_scalar(loss))
+            results += written.find_changes()
+        self.state.written = written
         self.outputs.structure = structure
         self.outputs.baked = tuple(_baked(path, leaf) for path, leaf in leaves)
         self.outputs.tensors = tuple(i for i, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor))
@@ -149,14 +155,33 @@ def trace(
             inputs = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in signature.tensors)
         wrapper = _Wrapper(model, signature, loss_fn, train, device if autocast else None)
         wrapper.training = model.training
-        printed = io.StringIO()  # torch prints the unfinished graph when it fails
-        try:
-            with guarded_functions(places), recorded_contexts(device), torch.enable_grad(), redirect_stderr(printed):
-                program = torch.export.export(wrapper, inputs, strict=False)
-        except Exception as error:
-            raise reworded(error, places) from error
-        sys.stderr.write(printed.getvalue())
+
+        def export() -> torch.export.ExportedProgram:
+            with recorded_contexts(device), watched_gradients(model, places):
+                return _exported(wrapper, inputs, places)
+
+        program = export()
+        if wrapper.state.proceed(program.graph_module):
+            wrapper.state.settle(export().graph_module)
+        wrapper.state.tell()
     return Trace(program, wrapper.outputs)
+
+
+def _exported(wrapper: _Wrapper, inputs: tuple[torch.Tensor, ...], places: Places) -> torch.export.ExportedProgram:
+    printed = io.StringIO()  # torch prints the unfinished graph when it fails
+    try:
+        with (
+            guarded_functions(places),
+            cumulative_averages(),
+           
+            torch.enable_grad(),
+            redirect_stderr(printed),
+        ):
+            program = torch.export.export(wrapper, inputs, strict=False)
+    except Exception as error:
+        raise reworded(error, places) from error
+    sys.stderr.write(printed.getvalue())
+    return program
 
 
 @contextmanager

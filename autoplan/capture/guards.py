@@ -148,6 +148,11 @@ class Places:
         return self.of_frames(list(traceback.walk_tb(error.__traceback__)))
 
 
+def is_torch_file(path: str) -> bool:
+    """Whether a code's file is torch's, or no file."""
+    return path.startswith((_TORCH, "<"))
+
+
 def place_of_node(module: str, stack_trace: str | None) -> str:
     """The place of an exported node: its module path and the innermost line outside torch."""
     line = ""

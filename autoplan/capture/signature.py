@@ -31,6 +31,26 @@ class InputLeaf:
     given: torch.dtype
     batch_dim: int | None
 
+    def check_shape(self, shape: Shape, batch: int | None) -> None:
+        """Raise CaptureError unless ``shape`` is the captured one, with the extent ``batch`` of the batch."""
+        dim = self.batch_dim
+        expected = self.shape
+        if dim is not None and batch is not None:
+            expected = (*expected[:dim], batch, *expected[dim + 1 :])
+        if shape == expected:
+            return
+        message = f"{self.path}: expected shape {expected}, got {shape}"
+        if (
+            dim is not None
+            and len(shape) == len(expected)
+            and shape[:dim] + shape[dim + 1 :] == (expected[:dim] + expected[dim + 1 :])
+        ):
+            raise CaptureError(
+                f"{message}: a batch of {shape[dim]} (dimension {dim}) where {batch} was captured; pad or drop what "
+                "does not fill a batch, or capture again for another"
+            )
+        raise CaptureError(f"{message}; a model is captured for one shape, capture again for another")
+
 
 @dataclass(frozen=True)
 class CallSignature:
@@ -63,33 +83,41 @@ class CallSignature:
         Raises CaptureError when structure, a shape, a dtype or a baked value differs from the capture.
         """
         leaves = self._leaves(args, kwargs, loss_args)
+        self._check_paths(leaves)
         found: dict[str, torch.Tensor] = {}
         for leaf in self.tensors:
-            tensor = leaves.pop(leaf.path, None)
+            tensor = leaves[leaf.path]
             if not isinstance(tensor, torch.Tensor):
                 raise CaptureError(f"{leaf.path}: captured as a tensor of shape {leaf.shape}, got {_short(tensor)}")
-            shape = leaf.shape
-            if batch is not None and leaf.batch_dim is not None:
-                shape = (*shape[: leaf.batch_dim], batch, *shape[leaf.batch_dim + 1 :])
-            if tuple(tensor.shape) != shape:
-                raise CaptureError(
-                    f"{leaf.path}: expected shape {shape}, got {tuple(tensor.shape)}; "
-                    "a model is captured for one shape, capture again for another (only the batch may differ)"
-                )
+            leaf.check_shape(tuple(tensor.shape), self.batch if batch is None else batch)
             if tensor.dtype not in (leaf.dtype, leaf.given):
                 raise CaptureError(f"{leaf.path}: expected {leaf.given}, got {tensor.dtype}")
             found[leaf.name] = tensor.to(leaf.dtype)
         for path, value in self.baked:
-            given = leaves.pop(path, None)
+            given = leaves.get(path)
             if not _same(given, value):
                 raise CaptureError(
                     f"{path}: {_short(value)} was baked in at capture, got {_short(given)}; capture again for "
                     "another value, or pass a tensor"
                 )
-        for path, value in leaves.items():
-            if value is not None:
-                raise CaptureError(f"{path}: not an argument of the captured call, got {_short(value)}")
         return found
+
+    def _check_paths(self, leaves: Mapping[str, Any]) -> None:
+        """Raise CaptureError that names missing and unexpected arguments; None may be left out or added."""
+        expected = {leaf.path: f"{leaf.path} (a tensor of shape {leaf.shape})" for leaf in self.tensors}
+        expected |= {path: f"{path} ({_short(value)})" for path, value in self.baked}
+        optional = {path for path, value in self.baked if value is None}
+        missing = [path for path in expected if path not in leaves and path not in optional]
+        surplus = [path for path, value in leaves.items() if path not in expected and value is not None]
+        if missing or surplus:
+            parts = [f"missing {', '.join(missing)}"] if missing else []
+            parts += [f"not expected {', '.join(f'{path} ({_short(leaves[path])})' for path in surplus)}"] * bool(
+                surplus
+            )
+            raise CaptureError(
+                f"the call differs from the captured one: {'; '.join(parts)}. Expected are "
+                f"{', '.join(expected.values()) or 'no arguments'}, by position or keyword as at capture"
+            )
 
     def batch_of(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_args: Sequence[Any]) -> int | None:
         """The extent of the batch dimension in this call; CaptureError when its tensors disagree."""

@@ -331,7 +331,8 @@ def test_model_state_is_restored() -> None:
 
     model = Stateful()
     history, lin, weight = model.history, model.lin, model.lin.weight
-    capture(model, (torch.randn(2, 4),))
+    with pytest.raises(CaptureError, match="reads and changes"):
+        capture(model, (torch.randn(2, 4),))
     assert model.calls == 0
     assert model.history is history and history == []
     assert model.last is None

@@ -96,13 +96,25 @@ def test_flatten_call_checks_structure_shape_dtype_and_values() -> None:
     larger = torch.zeros(6, 3)
     assert captured.flatten_call((larger,), {**good, "pair": {"a": larger}}, batch=6)["x_args_0"].shape == (6, 3)
     for args, kwargs, message in (
-        ((larger,), good, "args.0: expected shape (4, 3), got (6, 3)"),
+        ((larger,), good, "args.0: expected shape (4, 3), got (6, 3): a batch of 6 (dimension 0) where 4 was captured"),
+        ((B,), good, "args.0: expected shape (4, 3), got (4, 5); a model is captured for one shape"),
         ((A.double(),), good, "args.0: expected torch.float32, got torch.float64"),
         ((None,), good, "args.0: captured as a tensor of shape (4, 3), got None"),
         ((A,), {**good, "scale": 3.0}, "kwargs.scale: 2.0 was baked in at capture, got 3.0"),
         ((A,), {**good, "scale": 2}, "kwargs.scale: 2.0 was baked in at capture, got 2"),
-        ((A,), {"pair": [A], "scale": 2.0}, "kwargs.pair.a: captured as a tensor of shape (4, 3), got None"),
-        ((A, B), good, "args.1: not an argument of the captured call, got a tensor of shape (4, 5)"),
+        (
+            (A,),
+            {"pair": [A], "scale": 2.0},
+            "missing kwargs.pair.a; not expected kwargs.pair.0 (a tensor of shape (4, 3))",
+        ),
+        (
+            (A, B),
+            good,
+            "not expected args.1 (a tensor of shape (4, 5)). Expected are args.0 (a tensor of shape (4, 3)), ",
+        ),
+        ((), {**good, "x": A}, "differs from the captured one: missing args.0; not expected kwargs.x"),
+        ((A,), {"pair": {"a": A}}, "missing kwargs.scale. Expected are"),
+        ((A,), {**good, "pear": 1}, "not expected kwargs.pear (1)"),
     ):
         with pytest.raises(CaptureError, match=re.escape(message)):
             captured.flatten_call(args, kwargs)

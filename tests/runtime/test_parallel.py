@@ -272,7 +272,7 @@ def test_each_rank_passes_its_part(pool: WorkerPool, plan: str) -> None:
 def test_calls_that_differ_from_the_capture(captured: Captured) -> None:
     _, batch = gpt()
     parallel = build(captured, **PLANS["one"])
-    with pytest.raises(CaptureError, match=r"kwargs.ids: captured as a tensor of shape \(7, 6\), got None"):
+    with pytest.raises(CaptureError, match=r"missing kwargs.ids.*not expected args\.0"):
         parallel.train_step(batch["ids"])
     with pytest.raises(CaptureError, match=r"expected shape \(7, 6\), got \(7, 5\)"):
         parallel.train_step(ids=batch["ids"][:, :5], labels=batch["labels"])
