@@ -109,6 +109,12 @@ class Emit(Protocol):
 
     def __call__(self, target: str, *args: Any, **kwargs: Any) -> Any: ...
 
+    def again(self, made: Any, *args: Any) -> Any:
+        """The call that made a value (its ``origin``) with other tensors, in the same module and context.
+
+        None where it draws random numbers or a keyword is a tensor.
+        """
+
 
 Rewrite = Callable[..., Any]
 

@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoplan.capture import guards
 from autoplan.capture.aliasing import SELF, Alias, View, picked
-from autoplan.capture.builder import GraphBuilder, Value, dtype_name, torch_dtype
+from autoplan.capture.builder import Emitted, GraphBuilder, Value, dtype_name, is_random, torch_dtype
 from autoplan.capture.call import Rewrite, schema
 from autoplan.capture.canonical import DEVICE, DROPPED, FOLDS, out_of_place, writes
 from autoplan.capture.export import CONTEXT, MODEL
 from searchspace.errors import CaptureError
-from searchspace.graph import Context, Symbol
+from searchspace.graph import Context, InputRef, Symbol
 
 _REGIONS = {
     torch.ops.higher_order.wrap_with_set_grad_enabled: 1,
@@ -58,6 +58,14 @@ class Emitter:
         if result is not NotImplemented and self.builder.context.autocast is not None:
             result = self._as_autocast(result, target, args, kwargs)
         return self.builder.emit(target, *args, **kwargs) if result is NotImplemented else result
+
+    def again(self, made: Emitted, *args: Any) -> Any:
+        """See ``call.Emit``."""
+        kwargs = dict(made.call.kwargs)
+        if is_random(made.call) or any(isinstance(value, InputRef) for value in kwargs.values()):
+            return None
+        with self.builder.at(made.module, made.call.context):
+            return self.builder.emit(made.target, *args, **kwargs)
 
     def _as_autocast(self, result: Any, target: str, args: Any, kwargs: Any) -> Any:
         """A folded or rewritten call under autocast, where the original may have cast its inputs first.

@@ -24,6 +24,7 @@ from tests.capture.operator_cases import B, I, T, f64
 class Origin:
     target: str
     given: tuple[Any, ...]
+    outputs: tuple[Any, ...] = (None,)
 
 
 class Eager:
@@ -55,6 +56,9 @@ class EagerEmit:
         if isinstance(returned, list | tuple):
             return tuple(Eager(value, origin) for value in returned)
         return Eager(returned, origin)
+
+    def again(self, made: Any, *args: Any) -> Any:
+        return self(made.target, *args)
 
 
 def _concrete(value: Any) -> Any:
@@ -339,6 +343,34 @@ def test_linear_layer_of_flattened_rows() -> None:
     torch.testing.assert_close(z.value, F.linear(x, weight, bias))
     other = emit("aten.reshape.default", y, (3, 4, 8))
     assert other.origin.target == "aten.reshape.default"
+
+
+def test_operators_on_flattened_rows() -> None:
+    """The MLP of rows [l, b] is one of [l, b]; as attention with weights gives them, (b h) is taken apart too."""
+    x, first, second = T(2, 3, 6), T(8, 6), T(6, 8)
+    emit = EagerEmit()
+    flat = emit("aten.reshape.default", Eager(x), (6, 6))
+    hidden = emit("aten.gelu.default", emit("aten.linear.default", flat, Eager(first)))
+    y = emit("aten.add.Tensor", emit("aten.linear.default", hidden, Eager(second)), flat)
+    found = emit("aten.reshape.default", y, (2, 3, 6))
+    assert found.origin.target == "aten.add.Tensor"
+    assert found.origin.given[1].value is x
+    torch.testing.assert_close(found.value, F.linear(F.gelu(F.linear(x, first)), second) + x)
+
+    length, batch, heads, d = 5, 3, 2, 4
+    merged, weight = T(batch * heads, length, d), T(7, heads * d)
+    rows = emit("aten.reshape.default", emit("aten.transpose.int", Eager(merged), 0, 1), (length * batch, heads * d))
+    attended = emit("aten.reshape.default", emit("aten.linear.default", rows, Eager(weight)), (length, batch, 7))
+    assert attended.origin.target == "aten.linear.default"
+    apart = merged.reshape(batch, heads, length, d).permute(2, 0, 1, 3).reshape(length, batch, heads * d)
+    torch.testing.assert_close(attended.value, F.linear(apart, weight))
+
+
+def test_random_numbers_on_flattened_rows_are_drawn_once() -> None:
+    emit = EagerEmit()
+    flat = emit("aten.reshape.default", Eager(T(2, 3, 6)), (6, 6))
+    noisy = emit("aten.add.Tensor", flat, emit("aten.rand_like.default", flat))
+    assert emit("aten.reshape.default", noisy, (2, 3, 6)).origin.target == "aten.reshape.default"
 
 
 def test_heads_of_multi_head_attention_are_not_merged_with_the_batch() -> None:

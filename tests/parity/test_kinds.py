@@ -62,6 +62,30 @@ class Bag(nn.Module):
         return F.cross_entropy(self.out(self.embedding(x).mean(1)), y)
 
 
+class Attends(nn.Module):
+    """Torch's attention with weights and a Transformer: the batch may be the inner one of the merged dims."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+        encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=batch_first), 1, enable_nested_tensor=False
+        )
+        self.transformer = nn.Transformer(8, 2, 1, 1, 12, dropout=0.0, batch_first=batch_first, custom_encoder=encoder)
+        self.rows, self.batch_first = nn.Linear(8, 8), batch_first
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if not self.batch_first:
+            source, target = source.transpose(0, 1), target.transpose(0, 1)
+        attended, weights = self.attend(target, source, source)
+        rows = F.relu(self.rows(attended.reshape(-1, 8))).reshape(attended.shape)
+        return (self.transformer(source, rows) ** 2).mean() + (weights**2).mean()
+
+
+def sequences() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(8, 6, 8).double(), torch.randn(8, 4, 8).double()
+
+
 def floats() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 5).double(), torch.randint(0, 3, (8,))
 
@@ -74,6 +98,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor,
     "regularised": (Regularised, floats),
     "spectral": (Spectral, floats),
     "bag": (Bag, indices),
+    "attends batch first": (lambda: Attends(True), sequences),
+    "attends sequence first": (lambda: Attends(False), sequences),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 
 from autoplan.capture.call import Emit, Handle, Rewrite
 from autoplan.capture.rewrites.arrangement import Arrangement
+from autoplan.capture.rules.pointwise import is_pointwise
 from searchspace.graph import Symbol
 
 
@@ -52,34 +53,55 @@ def _spread(emit: Emit, x: Handle, apart: Any, wide: Any, result: Any) -> Any:
 
 
 def reshape(emit: Emit, x: Handle, shape: Any) -> Any:
-    """Without detours: linear layers of flattened rows, and dims that are merged only to be taken apart again."""
+    """Without detours: operators on flattened rows, and dims that are merged only to be taken apart again."""
     if -1 in shape:
         return NotImplemented
-    unflattened = _linear_of_rows(emit, x, tuple(shape))
-    if unflattened is not None:
-        return unflattened
+    shape = tuple(shape)
+    if shape[-1:] == x.shape[-1:] and getattr(x, "origin", None) is not None and prod(shape):
+        unflattened = _of_rows(emit, x, shape[:-1])
+        if unflattened is not None:
+            return unflattened
     before = Arrangement.of(x)
-    if before.merged and before.regroup(tuple(shape)) and not before.mixed:
+    if before.merged and before.regroup(shape) and not before.mixed:
         return before.emit(emit)
     return NotImplemented
 
 
-def _linear_of_rows(emit: Emit, x: Any, shape: tuple[int, ...]) -> Any:
-    """``reshape(linear(reshape(y, [-1, k]), w), [a, b, n])`` as a linear of ``y`` as [a, b, k], or None."""
-    made = getattr(x, "origin", None)
-    if made is None or made.target != "aten.linear.default" or shape[-1:] != x.shape[-1:]:
+def _of_rows(emit: Emit, x: Any, lead: tuple[int, ...]) -> Any:
+    """Flattened rows ``x[r, n]`` as ``[*lead, n]``, computed there if they come from rows that were flattened, or None.
+
+    Linear layers and element-wise operators do the same to rows however those are arranged; rows of
+    ``[sequence, batch]`` could not be cut along the batch.
+    """
+    made = x.origin
+    if made is None:
         return None
-    flat, *rest = made.given
-    before = getattr(flat, "origin", None)
-    if before is None or before.target != "aten.reshape.default":
+    if made.target == "aten.reshape.default":
+        wanted = (*lead, x.shape[-1])
+        before = made.given[0]
+        if tuple(before.shape[: len(lead)]) == lead:
+            return before if tuple(before.shape) == wanted else emit("aten.reshape.default", before, wanted)
+        found = Arrangement.of(x)
+        return found.emit(emit) if len(wanted) > len(x.shape) and found.regroup(wanted) else None
+    if made.target == "aten.linear.default":
+        rows = _of_rows(emit, made.given[0], lead)
+        return None if rows is None else emit.again(made, rows, *made.given[1:])
+    if made.target.startswith("autoplan.") or not is_pointwise(made.target) or len(made.outputs) != 1:
         return None
-    y, lead = before.given[0], shape[:-1]
-    if tuple(y.shape[: len(lead)]) != lead or prod(y.shape[len(lead) :]) != flat.shape[-1]:
-        return None
-    wanted = (*lead, flat.shape[-1])
-    return emit(
-        "aten.linear.default", y if tuple(y.shape) == wanted else emit("aten.reshape.default", y, wanted), *rest
-    )
+    given = [_operand(emit, arg, x, lead) for arg in made.given]
+    return None if any(arg is _FLAT for arg in given) else emit.again(made, *given)
+
+
+_FLAT = object()
+
+
+def _operand(emit: Emit, arg: Any, x: Any, lead: tuple[int, ...]) -> Any:
+    """An operand of an element-wise operator that makes ``x``: numbers and features as they are, rows arranged."""
+    rank = len(getattr(arg, "shape", ()))
+    if rank <= 1 and not isinstance(arg, tuple) and (rank == 0 or len(x.shape) > 1):
+        return arg
+    rows = _of_rows(emit, arg, lead) if not isinstance(arg, tuple) and tuple(arg.shape) == tuple(x.shape) else None
+    return _FLAT if rows is None else rows
 
 
 def select(emit: Emit, x: Handle, dim: int, index: int) -> Any:
