@@ -38,6 +38,7 @@ class SingleDevice:
         if meta is not None:
             raise VerificationError(f"the single device needs values: {meta} is on the meta device")
         self.model = copy.deepcopy(model)
+        _copy_hooks(model, self.model)
         if not train:
             self.model.eval()
         self.precision = precision
@@ -115,6 +116,15 @@ class SingleDevice:
                 wide = parameter.grad.to(master.dtype)
                 master.grad = wide if master.grad is None else master.grad + wide
                 parameter.grad = None
+
+
+def _copy_hooks(model: nn.Module, copied: nn.Module) -> None:
+    """Hooks on parameters' gradients, which a deep copy loses."""
+    for (_, parameter), (_, other) in zip(model.named_parameters(), copied.named_parameters(), strict=True):
+        for hook in (parameter._backward_hooks or {}).values():
+            other.register_hook(hook)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            other.register_post_accumulate_grad_hook(hook)
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

@@ -149,10 +149,11 @@ def verify(
         actual = _in_processes(task, found.world_size, pool)
     else:
         actual = _outcome_of(api.parallelize(captured, plan=found), args, kwargs, trial, loss_args)
-    used = {name: value for name, value in reference.buffers.items() if name in actual.buffers}
+    elsewhere = reference.buffers.keys() - actual.buffers.keys()
+    unused = {name: _kept(value) for name, value in model.named_buffers() if name in elsewhere}
     return compare(
-        replace(reference, buffers=used),
-        actual,
+        reference,
+        replace(actual, buffers={**unused, **actual.buffers}),  # the parallel model leaves them as they are
         default_tolerance(captured) if tolerance is None else tolerance,
         RANDOM if random else "",
     )

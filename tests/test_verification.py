@@ -203,3 +203,36 @@ def test_bad_requests() -> None:
         SingleDevice(nn.Linear(2, 1, device="meta"))
     with pytest.raises(PlanMismatchError, match="the plan was made for model 'GPT', not for 'Linear'"):
         verify(nn.Linear(2, 1), (torch.ones(3, 2),), plan=plan, loss_fn=_square)
+
+
+def test_the_single_device_keeps_hooks_on_parameters() -> None:
+    model, seen = nn.Linear(3, 2), []
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.shape))
+    hooked, x = SingleDevice(model, loss_fn=torch.sum), torch.ones(1, 3)
+    hooked.train_step(x)
+    gradients = hooked.full_gradients()
+    assert torch.equal(gradients["weight"], torch.full((2, 3), 2.0))  # type: ignore[arg-type]
+    assert seen == [(2,)]
+
+
+def test_a_buffer_that_the_parallel_model_lacks_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(nn.Module):
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(3, 2)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            total: Tensor = self.lin(x).sum()
+            return total
+
+    model, x = Counting(), (torch.ones(2, 3),)
+    assert verify(model, x, ranks=2).agrees
+    monkeypatch.setattr("autoplan.capture.sources.Sources.updates", lambda *args: [])
+    comparison = verify(model, x, ranks=2)
+    assert not comparison.agrees
+    assert [found.name for found in comparison.worst("buffer")] == ["calls"]

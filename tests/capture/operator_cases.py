@@ -232,6 +232,14 @@ CASES = [
     case("aten.layer_norm.default", "a b 6, 6, 6 -> a b 6", "", lambda: [T(4, 5, 6), [6], T(6), T(6)]),
     case("aten.layer_norm.default", "a 5 6 -> a 5 6", "", lambda: [T(4, 5, 6), [5, 6]]),
     case("aten.rms_norm.default", "a b 6, 6 -> a b 6", "", lambda: [T(4, 5, 6), [6], T(6)]),
+    case(
+        "aten.native_group_norm.default",
+        "a 6 5, 6, 6 -> a 6 5, a 3, a 3",
+        "",
+        lambda: [T(4, 6, 5), T(6), T(6), 4, 6, 5, 3, 1e-5],
+    ),
+    case("aten.histc.default", "a+ b+ -> 7", "", lambda: [T(4, 5, grad=False), 7, -2, 2]),
+    case("aten.histc.default", "4 5 -> 7", "", lambda: [T(4, 5, grad=False), 7]),
     case("aten.group_norm.default", "a 6 5, 6, 6 -> a 6 5", "", lambda: [T(4, 6, 5), 3, T(6), T(6)]),
     case(
         "aten.batch_norm.default",

@@ -14,7 +14,7 @@ from autoplan.capture.rules.building import (
     packet,
     traits,
 )
-from searchspace.graph import GlobalSize, TensorDim
+from searchspace.graph import GlobalSize, LocalSize, TensorDim
 
 
 def layer_norm(call: Call) -> Traits | None:
@@ -39,6 +39,16 @@ def samplewise(call: Call) -> Traits | None:
     x = call.inputs[0]
     marks: list[Mark] = ["a", *[None] * (len(x.shape) - 1)]
     return traits(call, {0: marks}, [marks], family="normalisation", flops=8 * elements(x), saves=(0,))
+
+
+def native_group_norm(call: Call) -> Traits | None:
+    """The same with the statistics: ``a 6 5, 6, 6 -> a 6 5, a 3, a 3``."""
+    x = call.inputs[0]
+    outputs: list[Marks] = [["a", *[None] * (len(t.shape) - 1)] for t in call.outputs]
+    return traits(
+        call, {0: outputs[0]}, outputs, family="normalisation", flops=8 * elements(x), saves=(0, 1),
+        saves_outputs=(1, 2), replace={"N": LocalSize(TensorDim(0, 0))},
+    )  # fmt: skip
 
 
 def groups(call: Call) -> Traits | None:

@@ -54,6 +54,15 @@ def mean_parts(call: Call) -> Traits | None:
     )  # fmt: skip
 
 
+def histogram(call: Call) -> Traits | None:
+    """histc between given limits: ``a+ b+ -> 10``; without limits those of the whole tensor are needed."""
+    x = call.inputs[0]
+    limits = call.argument("min"), call.argument("max")
+    marks = letters(len(x.shape)) if limits[0] != limits[1] else []
+    inputs = {0: marks} if marks else {}
+    return traits(call, inputs, [[None]], family="reduction", reductions=dict.fromkeys(marks, "sum"), flops=elements(x))
+
+
 def along(call: Call) -> Traits | None:
     """Operators that work along ``dim`` and treat all other dimensions alike: ``a b^ -> a b^``."""
     x = call.inputs[0]
