@@ -13,7 +13,7 @@ from autoplan.capture.builder import GraphBuilder
 from autoplan.capture.captured import Captured
 from autoplan.capture.export import trace
 from autoplan.capture.guards import check_model, check_storage
-from autoplan.capture.hooks import check_hooks, check_kinds
+from autoplan.capture.hooks import check_hooks, check_inputs, check_kinds
 from autoplan.capture.lower import Lowering
 from autoplan.capture.rewrites import REWRITES
 from autoplan.capture.rules import describe
@@ -63,6 +63,7 @@ def capture(
     check_kinds(model)
     if mode == "train":
         check_hooks(model)
+        check_inputs(_tensors(args, kwargs, loss_args))
     _check_options(mode, precision, loss_fn)
     floating = torch.bfloat16 if precision == "bf16" else None
     signature = sign(args, kwargs, loss_args, batch_dims=batch_dims, floating=floating)

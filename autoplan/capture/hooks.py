@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,18 @@ def check_hooks(model: nn.Module) -> None:
         warnings.warn(
             f"parameter {held[0]!r}{more} already holds a gradient; the parallel model starts without: call "
             "model.zero_grad() first",
+            AutoplanWarning,
+            stacklevel=3,
+        )
+
+
+def check_inputs(inputs: Iterable[torch.Tensor]) -> None:
+    """Warn of inputs that require a gradient: the parallel program computes those of parameters only."""
+    found = [tensor for tensor in inputs if tensor.requires_grad]
+    if found:
+        warnings.warn(
+            f"an input of shape {tuple(found[0].shape)} requires a gradient: the parallel program computes those of "
+            "parameters only; detach it, or make it a parameter of the model",
             AutoplanWarning,
             stacklevel=3,
         )

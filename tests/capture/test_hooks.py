@@ -182,3 +182,10 @@ def test_offloading_saved_tensors_changes_nothing() -> None:
 
     made = Offloads()
     assert_same_as_eager(capture(made, X), made, X, {})
+
+
+def test_inputs_that_require_a_gradient_are_warned_of() -> None:
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    with pytest.warns(AutoplanWarning, match=r"input of shape \(4, 6\) requires a gradient: .* of parameters only"):
+        capture(model(), (x,), loss_fn=square)
+    capture(model(), (x,), mode="inference")
