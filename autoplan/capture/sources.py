@@ -65,7 +65,11 @@ class Sources:
     def updates(self, lowering: Lowering) -> list[tuple[Value, Value]]:
         """(buffer, its new value) for the buffers that were written."""
         now = [(value, lowering.read(alias)) for alias, value in self._buffers]
-        return [(before, after) for before, after in now if after is not before]
+        return [(before, self._computed(after)) for before, after in now if after is not before]
+
+    def _computed(self, value: Value) -> Value:
+        """A copy of what is only read: two buffers may have changed places."""
+        return value if value.origin is not None else self._builder.emit("aten.clone.default", value)
 
     def _constant(self, path: str, tensor: torch.Tensor) -> Alias:
         """A tensor that the model holds or makes without registering it; a number becomes part of the graph."""

@@ -97,8 +97,11 @@ class Written:
         Returns the tensors among what changed, which become further outputs of the traced graph.  Raises
         CaptureError for what has no meaning in a parallel program: new parameters, buffers and modules.
         """
-        for path, module in self.modules.values():
-            self._registered(path, module)
+        replaced = [pair for path, module in self.modules.values() for pair in self._registered(path, module)]
+        with torch.no_grad():  # all values first: buffers may have changed places
+            values = [(before, after.clone()) for before, after in replaced]
+            for before, value in values:
+                before.copy_(value)
         after = _snapshot(self.modules)
         for key in dict.fromkeys((*self.before, *after)):
             old, new = self.before.get(key, {}), after.get(key, {})
@@ -113,7 +116,8 @@ class Written:
                 self.after[key] = module.__dict__.get(key[1])
         return [tensor for change in self.changes for tensor in change.tensors]
 
-    def _registered(self, path: str, module: nn.Module) -> None:
+    def _registered(self, path: str, module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The buffers of a module that were replaced, put back, and what they were replaced by."""
         for kind in _REGISTERED:
             now, old = module.__dict__[kind], self.before[id(module), kind]
             for name in dict.fromkeys((*(way[0] for way in old), *now)):
@@ -135,9 +139,15 @@ class Written:
                         f"{after.dtype} {tuple(after.shape)}{' with a gradient' if after.requires_grad else ''}; a "
                         "buffer keeps its shape and dtype and has no gradient (detach)"
                     )
-                with torch.no_grad():
-                    before.copy_(after)
+                if (
+                    sum(held is before for other in self.modules for held in self.before[other, "_buffers"].values())
+                    > 1
+                ):
+                    raise CaptureError(
+                        f"forward replaces the buffer {full}{where}, which other modules share: write it in place"
+                    )
                 now[name] = before
+                yield before, after
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,6 +126,39 @@ def averages(model: Any, x: torch.Tensor) -> torch.Tensor:
 def averages_unread(model: Any, x: torch.Tensor) -> torch.Tensor:
     model.average = x.mean(0)
     return model.lin(x)
+
+
+class Swaps(nn.Module):
+    now: torch.Tensor
+    then: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6).double()
+        self.register_buffer("now", torch.ones(6).double())
+        self.register_buffer("then", torch.full((6,), 2.0).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.now, self.then = self.then, self.now
+        return (self.lin(x) * self.now).pow(2).mean()
+
+
+def test_buffers_that_change_places() -> None:
+    assert autoplan.verify(Swaps(), X, ranks=2, steps=3).agrees
+
+
+def test_a_shared_buffer_is_not_replaced() -> None:
+    model = nn.Sequential(Swaps(), nn.Identity())
+    model[1].register_buffer("shared", model[0].now)  # type: ignore[arg-type]
+    message = r"replaces the buffer self\.0\.now .*which other modules share"
+    model[0].forward = partial(forget, model[0])
+    with pytest.raises(CaptureError, match=message):
+        capture(model, X)
+
+
+def forget(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.now = model.now * 0.5
+    return (model.lin(x) * model.now).mean()
 
 
 @pytest.mark.parametrize("forward", [averages, averages_unread])
