@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ class Captured:
         signature: how a call becomes the graph's inputs.
         structure: how the graph's outputs become the user's.
         constants: tensors that the model makes without registering them, by the graph's tensor names.
+        training: whether any module was in training mode.
+        loss_fn, device: as they were given to the capture (the type of device that was found, by default).
     """
 
     graph: Graph
@@ -35,6 +37,18 @@ class Captured:
     signature: CallSignature
     structure: Outputs
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    training: bool = False
+    loss_fn: Callable[..., Any] | None = None
+    device: str = "cpu"
+
+    def difference(self, training: bool) -> str:
+        """What ``model.train(training)`` would change in the graph: an operator and its module; "" for nothing.
+
+        Captures the same call once more.
+        """
+        from autoplan.capture.modes import difference  # which captures, and imports this module
+
+        return difference(self, training)
 
     def flatten_call(
         self,

@@ -17,7 +17,7 @@ from autoplan.capture.hooks import check_hooks, check_inputs, check_kinds
 from autoplan.capture.lower import Lowering
 from autoplan.capture.rewrites import REWRITES
 from autoplan.capture.rules import describe
-from autoplan.capture.signature import sign
+from autoplan.capture.signature import CallSignature, sign
 from autoplan.capture.sources import Sources
 from autoplan.capture.standin import Inventory, device_type
 from autoplan.capture.structure import flatten
@@ -65,10 +65,23 @@ def capture(
         check_hooks(model)
         check_inputs(_tensors(args, kwargs, loss_args))
     _check_options(mode, precision, loss_fn)
-    floating = torch.bfloat16 if precision == "bf16" else None
-    signature = sign(args, kwargs, loss_args, batch_dims=batch_dims, floating=floating)
+    signature = sign(args, kwargs, loss_args, batch_dims=batch_dims, floating=_floating(precision))
     where = device or device_type(model, _tensors(args, kwargs, loss_args))
     _check_device(where)
+    return capture_call(model, signature, mode, precision, loss_fn, where, name or type(model).__name__)
+
+
+def capture_call(
+    model: nn.Module,
+    signature: CallSignature,
+    mode: Mode,
+    precision: Precision,
+    loss_fn: Callable[..., Any] | None,
+    device: str,
+    name: str,
+) -> Captured:
+    """What :func:`capture` does after its checks: the call of ``signature``, on a type of device."""
+    floating = _floating(precision)
     inventory = Inventory.of(model)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     traced = trace(
@@ -77,11 +90,11 @@ def capture(
         loss_fn=loss_fn if mode == "train" else None,
         train=mode == "train",
         mode=fake,
-        device=where,
+        device=device,
         floating=floating,
         autocast=precision == "autocast",
     )
-    builder = GraphBuilder(fake, where, describe, gradients=mode == "train")
+    builder = GraphBuilder(fake, device, describe, gradients=mode == "train")
     sources = Sources(builder, signature, inventory, floating)
     lowering = Lowering(builder, REWRITES)
     results = lowering.run(traced.program.graph_module, sources.placeholders(traced))
@@ -93,9 +106,15 @@ def capture(
             'use mode="inference"'
         )
     updates = sources.updates(lowering)
-    graph = align_units(builder.finish(name or type(model).__name__, values, loss, updates, signature.batch))
+    graph = align_units(builder.finish(name, values, loss, updates, signature.batch))
     constants = {t.name: sources.constants[t.source] for t in graph.of_kind("constant")}
-    return Captured(graph, model, mode, precision, signature, traced.outputs, constants)
+    training = mode == "train" and any(module.training for module in model.modules())
+    return Captured(graph, model, mode, precision, signature, traced.outputs, constants, training, loss_fn, device)
+
+
+def _floating(precision: Precision) -> torch.dtype | None:
+    """The dtype of floating-point parameters and inputs in the graph; None: their own."""
+    return torch.bfloat16 if precision == "bf16" else None
 
 
 def _check_options(mode: str, precision: str, loss_fn: Any) -> None:

@@ -61,7 +61,7 @@ def stand_ins(model: nn.Module, mode: FakeTensorMode, device: str, floating: tor
     ``floating`` is the dtype of floating-point parameters, by default their own.  Plain tensor attributes
     stay what they are (they become constants), except those on ``meta``, which have no data to keep.
     """
-    saved = [_Saved(module) for module in model.modules()]
+    saved = [SavedModule(module) for module in model.modules()]
     made: dict[int, torch.Tensor] = {}
     try:
         with mode:
@@ -97,7 +97,7 @@ def _replaced(value: Any, made: dict[int, torch.Tensor], device: str, depth: int
     return value
 
 
-class _Saved:
+class SavedModule:
     """The state of one module: its attributes, and the contents of plain containers among them."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -43,6 +43,11 @@ class Model(Protocol):
     @property
     def constants(self) -> Mapping[str, Tensor]: ...
 
+    @property
+    def training(self) -> bool: ...
+
+    def difference(self, training: bool) -> str: ...
+
     def flatten_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_args: Sequence[Any], *, batch: int | None
     ) -> dict[str, Tensor]: ...
@@ -110,7 +115,8 @@ class Parallel:
         self._stored: dict[Any, Tensor] = {}
         self._versions: list[int] | None = None
         self._notice_steps()
-        self._training = model.model.training
+        self._training = model.training
+        self._differences: dict[bool, str] = {model.training: ""}
 
     def _initial(self, name: str) -> Tensor | None:
         value = self._model.model.get_parameter(name)
@@ -145,7 +151,7 @@ class Parallel:
 
     @property
     def training(self) -> bool:
-        """The training flag with which the model was captured."""
+        """Whether any module was in training mode when the model was captured, until :meth:`train` is called."""
         return self._training
 
     def train(self, mode: bool = True) -> Parallel:
@@ -153,11 +159,11 @@ class Parallel:
 
         Raises ExecutionError when the other mode is asked for and would compute something else.
         """
-        if mode != self._training and self._depends_on_mode():
-            have, want = ("training", "evaluation") if self._training else ("evaluation", "training")
+        if problem := self._difference(mode):
+            have, want = ("training", "evaluation") if self._model.training else ("evaluation", "training")
             raise ExecutionError(
-                f"{self.graph.name} was captured in {have} mode and has operators that differ in {want} mode "
-                f"({self._depends_on_mode()}); call model.{'train' if mode else 'eval'}() before parallelize"
+                f"{self.graph.name} was captured in {have} mode and computes something else in {want} mode "
+                f"({problem}); call model.{'train' if mode else 'eval'}() before parallelize"
             )
         self._training = mode
         return self
@@ -166,13 +172,11 @@ class Parallel:
         """``train(False)``."""
         return self.train(False)
 
-    def _depends_on_mode(self) -> str:
-        if self.graph.buffer_updates:
-            return f"buffer {self.graph.tensor[self.graph.buffer_updates[0][0]].source} is updated"
-        for op in self.graph.operators:
-            if op.random or "batch_norm" in op.target:
-                return f"{op.target} in {op.module or 'the model'}"
-        return ""
+    def _difference(self, training: bool) -> str:
+        """What a mode would change in what was captured; found out once, by another capture."""
+        if training not in self._differences:
+            self._differences[training] = self._model.difference(training)
+        return self._differences[training]
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -197,7 +201,17 @@ class Parallel:
         return self._evaluate(args, kwargs, (), update=True)[0]
 
     def eval_step(self, *args: Any, loss_args: Sequence[Any] = (), **kwargs: Any) -> Any:
-        """A forward that leaves no trace: the loss if the model was captured with one, else the output."""
+        """The loss (the output, if captured without one) of ``model.eval()``, without gradient; leaves no trace.
+
+        Raises ExecutionError where the model was captured in training mode and evaluation mode differs.
+        """
+        if problem := self._difference(False):
+            raise ExecutionError(
+                f"{self.graph.name} was captured in training mode and computes something else in evaluation mode "
+                f"({problem}), so that eval_step would be wrong; evaluate by a second one, "
+                'parallelize(model, ..., mode="inference"), and give it the weights by load_state_dict(state_dict()) '
+                "or save and load"
+            )
         output, loss = self._evaluate(args, kwargs, loss_args, update=False)
         return output if loss is None else loss
 

@@ -283,16 +283,67 @@ def test_wrong_number_of_ranks(captured: Captured) -> None:
         Parallel(captured, programs(captured, dp=2), InProcess(4))
 
 
-def test_modes(captured: Captured) -> None:
-    """Without dropout or batch norm both modes compute the same; with them the other mode is refused."""
-    parallel = build(captured, **PLANS["one"])
-    assert parallel.training and not parallel.eval().training and parallel.train().training
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    other = capture(model, (torch.randn(6, 4),), loss_fn=lambda y: y.pow(2).mean())
-    with pytest.raises(
-        ExecutionError, match=r"captured in training mode .*buffer 1.running_mean is updated.*model.eval"
-    ):
-        build(other).eval()
+def squares(y: Tensor) -> Tensor:
+    return y.pow(2).mean()
+
+
+class Branches(nn.Module):
+    """Depends on the mode by itself, without an operator that would say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y * 2 if self.training else y
+
+
+DEPENDENT: dict[str, tuple[nn.Module, str]] = {
+    "dropout": (nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), r"autoplan.dropout.default in 1"),
+    "batch norm": (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "in 1"),
+    "branches": (nn.Sequential(nn.Linear(4, 4), Branches()), r"aten.mul.* in 1"),
+}
+
+
+@pytest.mark.parametrize("case", DEPENDENT)
+def test_evaluation_is_exact_or_refused(case: str) -> None:
+    """What was captured in training mode is never passed off as evaluation; the way that the error names works."""
+    model, place = DEPENDENT[case]
+    x = torch.randn(6, 4)
+    parallel = build(capture(model, (x,), loss_fn=squares))
+    assert parallel.training
+    for call in (parallel.eval, lambda: parallel.eval_step(x)):
+        with pytest.raises(ExecutionError, match=f"captured in training mode and .* evaluation mode .*{place}"):
+            call()
+    parallel.train_step(x)
+    with pytest.raises(ExecutionError, match=r'so that eval_step would be wrong; .* mode="inference"'):
+        parallel.eval_step(x)
+    assert all(module.training for module in model.modules())
+
+    evaluated = capture(model, (x,), mode="inference")
+    second = Parallel(evaluated, programs(evaluated, Recipe(mode="inference"), tp=2), InProcess(2))
+    second.load_state_dict(parallel.state_dict())
+    plain = copy.deepcopy(model).eval()
+    plain.load_state_dict(parallel.state_dict())
+    torch.testing.assert_close(second.eval_step(x), plain(x).detach())
+    assert second.eval() is second and not second.training
+
+    frozen = build(capture(plain, (x,), loss_fn=squares))
+    torch.testing.assert_close(frozen.eval_step(x), squares(plain(x)).detach())
+    with pytest.raises(ExecutionError, match=r"captured in evaluation mode .* training mode .*call model.train\(\)"):
+        frozen.train()
+
+
+def test_evaluation_of_a_model_without_modes(captured: Captured) -> None:
+    model, batch = gpt()
+    parallel = build(captured, **PLANS["tp"])
+    assert parallel.training
+    torch.testing.assert_close(parallel.eval_step(**batch), model.eval()(**batch)["loss"].detach())
+    assert not parallel.eval().training and parallel.train().training
+    off = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
+    x = torch.randn(6, 4)
+    torch.testing.assert_close(build(capture(off, (x,), loss_fn=squares)).eval_step(x), squares(off(x)).detach())
 
 
 def test_batch_norm_buffers_follow_the_forward() -> None:
@@ -306,7 +357,6 @@ def test_batch_norm_buffers_follow_the_forward() -> None:
         torch.testing.assert_close(parallel(x), plain(x).detach())
     parallel.train_step(x)
     plain(x)
-    parallel.eval_step(x)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(parallel.state_dict()[name], value)
 
