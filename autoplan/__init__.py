@@ -11,6 +11,7 @@ import autoplan.search as _search  # noqa: F401
 import autoplan.sweep as _sweep  # noqa: F401
 from autoplan.api import parallelize, search, this_cluster
 from autoplan.capture.captured import Captured
+from autoplan.runtime.optimizers import register_optimizer
 from autoplan.runtime.parallel import Parallel
 from autoplan.sweep.sweep import sweep
 from autoplan.verification import verify
@@ -53,6 +54,7 @@ __all__ = [
     "SearchError",
     "VerificationError",
     "parallelize",
+    "register_optimizer",
     "search",
     "sweep",
     "this_cluster",

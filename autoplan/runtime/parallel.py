@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoplan.operators.randomness import set_step
 from autoplan.runtime import gradients, progress
 from autoplan.runtime.bound import BoundProgram, Programs
 from autoplan.runtime.codegen import SegmentCompiler, SegmentOptions
+from autoplan.runtime.optimizers import OptimizerCheck
 from autoplan.runtime.parameters import ParameterShard, Shards
 from autoplan.runtime.state import State
 from autoplan.runtime.transport import Transport
@@ -114,6 +115,7 @@ class Parallel:
         self._forward = BoundProgram(programs.forward, transport, compiler)
         self._stored: dict[Any, Tensor] = {}
         self._versions: list[int] | None = None
+        self._check_optimizer = OptimizerCheck(self.shards, transport)
         self._notice_steps()
         self._training = model.training
         self._differences: dict[bool, str] = {model.training: ""}
@@ -125,7 +127,11 @@ class Parallel:
     # -- what the user steps on ------------------------------------------------------------------
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The shards that the optimizer of this process updates."""
+        """The shards that the optimizer of this process updates.
+
+        Element-wise optimizers are exact on them; a step of another one is refused (ExecutionError) unless what
+        it needs is whole, see :func:`autoplan.register_optimizer`.
+        """
         for _, parameter in self.named_parameters():
             yield parameter
 
@@ -259,15 +265,21 @@ class Parallel:
     # -- parameters between steps ----------------------------------------------------------------
 
     def _notice_steps(self) -> None:
-        """Shards are stale after any optimizer's step, even of one that writes to ``parameter.data``."""
+        """Before an optimizer's step: is it exact?  After it shards are stale, even if it wrote to ``.data``."""
         reference = weakref.ref(self)
+
+        def stepping(optimizer: Optimizer, *_: Any) -> None:
+            parallel = reference()
+            if parallel is not None:
+                parallel._check_optimizer(optimizer)
 
         def stepped(*_: Any) -> None:
             parallel = reference()
             if parallel is not None:
                 parallel._versions = None
 
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        for handle in (register_optimizer_step_pre_hook(stepping), register_optimizer_step_post_hook(stepped)):
+            weakref.finalize(self, handle.remove)
 
     def refresh(self) -> None:
         """Bring what segments read up to date with the shards, if an optimizer has changed them.

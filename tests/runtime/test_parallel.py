@@ -13,6 +13,7 @@ from autoplan.capture import Captured, capture
 from autoplan.runtime import launch
 from autoplan.runtime.in_process import InProcess
 from autoplan.runtime.launch import WorkerPool
+from autoplan.runtime.optimizers import register_optimizer
 from autoplan.runtime.parallel import Parallel, RuntimeOptions
 from autoplan.runtime.parameters import Shards
 from searchspace.errors import CaptureError, CheckpointError, ExecutionError, NonFiniteError
@@ -403,6 +404,7 @@ def test_an_optimizer_that_writes_behind_the_version_counter(captured: Captured)
             for parameter in self.param_groups[0]["params"]:
                 parameter.data.sub_(parameter.grad)
 
+    register_optimizer(Old, needs="elements")
     _, batch = gpt()
     losses = []
     for plan in ("one", "zero 1"):
