@@ -173,7 +173,6 @@ def _exported(wrapper: _Wrapper, inputs: tuple[torch.Tensor, ...], places: Place
         with (
             guarded_functions(places),
             cumulative_averages(),
-           
             torch.enable_grad(),
             redirect_stderr(printed),
         ):
