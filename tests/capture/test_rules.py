@@ -126,7 +126,7 @@ def test_unknown_operator_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rules, "_warned", {})
     describe.cache_clear()
     calls = [make_call("aten.linalg_matrix_exp.default", [T(n, n, grad=False)])[0] for n in (6, 7)]
-    with pytest.warns(AutoplanWarning, match=r"operator aten\.linalg_matrix_exp\.default has no dimension rule") as caught:
+    with pytest.warns(AutoplanWarning, match=r"linalg_matrix_exp\.default has no dimension rule") as caught:
         traits = [describe(call) for call in calls]
     assert len(caught) == 1
     assert traits[0].rule.identifiers == ()
