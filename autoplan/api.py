@@ -25,7 +25,7 @@ from costmodel.collectives import CommunicationPrices
 from searchspace.conversion import ElementCount, Prices
 from searchspace.errors import ClusterError, PlanMismatchError
 from searchspace.graph import Graph
-from searchspace.materialize import forward_program, refresh_program, train_program
+from searchspace.materialize import evaluation_program, forward_program, refresh_program, train_program
 from searchspace.plan import Mode, Plan, Precision, Recipe
 
 ClusterLike = Cluster | str | PathLike[str] | Mapping[str, Any]
@@ -156,7 +156,10 @@ def make_programs(graph: Graph, plan: Plan) -> Programs:
     prices = _prices(plan)
     train = train_program(graph, plan, prices) if plan.recipe.mode == "train" else None
     return Programs(
-        train=train, forward=forward_program(graph, plan, prices), refresh=refresh_program(graph, plan, prices)
+        train=train,
+        forward=partial(forward_program, graph, plan, prices),
+        evaluation=partial(evaluation_program, graph, plan, prices),
+        refresh=refresh_program(graph, plan, prices),
     )
 
 

@@ -23,7 +23,7 @@ from autoplan.runtime.parallel import Parallel, RuntimeOptions
 from autoplan.search.uniform import named_plan
 from searchspace.conversion import ElementCount
 from searchspace.graph import Graph
-from searchspace.materialize import forward_program, refresh_program, train_program
+from searchspace.materialize import evaluation_program, forward_program, refresh_program, train_program
 from searchspace.mesh import Mesh
 from searchspace.plan import ClusterInfo, Lane, Order, Placement, Plan, Recipe, Stage
 from searchspace.resolve import split_problem
@@ -94,7 +94,8 @@ def run(captured: Captured, plan: Plan, args: tuple[Any, ...], kwargs: dict[str,
     prices = ElementCount()
     programs = Programs(
         train_program(captured.graph, plan, prices),
-        forward_program(captured.graph, plan, prices),
+        lambda: forward_program(captured.graph, plan, prices),
+        lambda: evaluation_program(captured.graph, plan, prices),
         refresh_program(captured.graph, plan, prices),
     )
     parallel = Parallel(captured, programs, InProcess(len(plan.devices)), RuntimeOptions())

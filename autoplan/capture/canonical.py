@@ -6,7 +6,7 @@ result, or NotImplemented to keep the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -210,6 +210,12 @@ def fold_overwrite(emit: Emit, x: Value, source: Value, *args: Any) -> Any:
     return emit("aten.expand.default", _cast(emit, source, Symbol(f"torch.{x.dtype}")), x.shape)
 
 
+def fold_broadcast(emit: Emit, tensors: Sequence[Value]) -> Any:
+    """Each tensor by itself: one that has the shape already does not depend on the others."""
+    shape = tuple(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+    return [emit("aten.expand.default", tensor, shape) for tensor in tensors]
+
+
 def _named(dtype: Any, default: str | None = None) -> str:
     if dtype is not None:
         return str(dtype.name).removeprefix("torch.")
@@ -244,6 +250,7 @@ FOLDS: dict[str, Callable[..., Any]] = {
     "aten.unflatten.int": fold_unflatten,
     "aten.expand.default": fold_expand,
     "aten.expand_as.default": fold_expand_as,
+    "aten.broadcast_tensors.default": fold_broadcast,
     "aten.full.default": fold_full,
     "aten.full_like.default": fold_full_like,
     "aten.new_full.default": fold_new_full,

@@ -54,12 +54,13 @@ class Captured:
         self,
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        loss_args: Sequence[Any] = (),
+        loss_args: Sequence[Any] | None = (),
         *,
         batch: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """The graph's input tensors of a call, by name, in the graph's dtypes.
 
+        ``loss_args`` None is a call of the model alone: those of the loss are left out.
         ``batch`` is the extent expected along batch dimensions, by default that of the capture.
         Raises CaptureError when structure, shape, dtype or a baked-in value differs from the capture.
         """

@@ -88,6 +88,7 @@ class _Wrapper(nn.Module):
             leaves, structure = flatten(output)
             results = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
             if self.train_mode:
+                results = [result.clone() for result in results]  # a loss may change the output in place
                 loss = self.loss(output, *loss_args) if self.loss is not None else own_loss(output)
                 results.append(_scalar(loss))
             results += written.find_changes()

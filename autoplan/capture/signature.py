@@ -6,7 +6,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,15 +74,18 @@ class CallSignature:
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None = None,
-        loss_args: Sequence[Any] = (),
+        loss_args: Sequence[Any] | None = (),
         *,
         batch: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """The graph's input tensors by name, cast to the graph's dtypes.
 
+        ``loss_args`` None is a call of the model alone: those of the loss are neither expected nor returned.
         ``batch`` is the extent that the batch dimension must have, by default that of the capture.
         Raises CaptureError when structure, a shape, a dtype or a baked value differs from the capture.
         """
+        if loss_args is None:
+            return self._of_the_model.flatten(args, kwargs, batch=batch)
         leaves = self._leaves(args, kwargs, loss_args)
         self._check_paths(leaves)
         found: dict[str, torch.Tensor] = {}
@@ -101,6 +105,17 @@ class CallSignature:
                     "another value, or pass a tensor"
                 )
         return found
+
+    @cached_property
+    def _of_the_model(self) -> CallSignature:
+        """The part that does not concern the loss."""
+
+        def own(path: str) -> bool:
+            return path.partition(".")[0] != "loss_args"
+
+        tensors = tuple(leaf for leaf in self.tensors if own(leaf.path))
+        baked = tuple((path, value) for path, value in self.baked if own(path))
+        return replace(self, tensors=tensors, baked=baked, order=tuple(path for path in self.order if own(path)))
 
     def _check_paths(self, leaves: Mapping[str, Any]) -> None:
         """Raise CaptureError that names missing and unexpected arguments; None may be left out or added."""

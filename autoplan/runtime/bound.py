@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +26,17 @@ StoredId = tuple[Rank, str, Any, Any, str]
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs of a plan: one step of training (None for inference), a forward, and what a step entails."""
+    """The programs of a plan.
+
+    Fields
+        train: one step of training; None for inference.
+        forward, evaluation: the model's outputs, and the loss without gradients; made when they are first used.
+        refresh: what an optimizer step entails.
+    """
 
     train: Program | None
-    forward: Program
+    forward: Callable[[], Program]
+    evaluation: Callable[[], Program]
     refresh: Program
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -50,7 +51,12 @@ class Model(Protocol):
     def difference(self, training: bool) -> str: ...
 
     def flatten_call(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None, loss_args: Sequence[Any], *, batch: int | None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        loss_args: Sequence[Any] | None,
+        *,
+        batch: int | None,
     ) -> dict[str, Tensor]: ...
 
     def batch_of(
@@ -103,16 +109,18 @@ class Parallel:
         self.information: dict[str, Any] = {}
         """What a checkpoint says besides: the plan, by whoever made it."""
         self._model = model
-        ranks = programs.forward.ranks
+        reference = programs.train or programs.forward()
+        ranks = reference.ranks
         if not set(transport.ranks) <= set(ranks) or transport.world > len(ranks):
             raise ExecutionError(f"the plan runs on ranks {list(ranks)}, but {transport.world} ranks were started")
-        compiler = SegmentCompiler(transport.device, options.segments)
-        reference = programs.train or programs.forward
+        self._bind = partial(
+            BoundProgram, transport=transport, compiler=SegmentCompiler(transport.device, options.segments)
+        )
         self.shards = Shards(model.graph, reference, transport, self._initial)
         self._state = State(model, self.shards, transport)
-        self._refresh = BoundProgram(programs.refresh, transport, compiler)
-        self._train = BoundProgram(programs.train, transport, compiler) if programs.train is not None else None
-        self._forward = BoundProgram(programs.forward, transport, compiler)
+        self._refresh = self._bind(programs.refresh)
+        self._train = self._bind(programs.train) if programs.train is not None else None
+        self._programs = programs
         self._stored: dict[Any, Tensor] = {}
         self._versions: list[int] | None = None
         self._check_optimizer = OptimizerCheck(self.shards, transport)
@@ -204,7 +212,10 @@ class Parallel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output, whole on every rank.  Buffers are updated as the model's forward would."""
-        return self._evaluate(args, kwargs, (), update=True)[0]
+        with self._running(self._forward, args, kwargs, None) as run:
+            output = self._output(run)
+            self._state.update_buffers(run)
+        return output
 
     def eval_step(self, *args: Any, loss_args: Sequence[Any] = (), **kwargs: Any) -> Any:
         """The loss (the output, if captured without one) of ``model.eval()``, without gradient; leaves no trace.
@@ -218,21 +229,29 @@ class Parallel:
                 'parallelize(model, ..., mode="inference"), and give it the weights by load_state_dict(state_dict()) '
                 "or save and load"
             )
-        output, loss = self._evaluate(args, kwargs, loss_args, update=False)
-        return output if loss is None else loss
+        with self._running(self._evaluation, args, kwargs, loss_args) as run:
+            return self._output(run) if run.program.loss is None else run.result(run.program.loss)
 
-    def _evaluate(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_args: Sequence[Any], update: bool
-    ) -> tuple[Any, Tensor | None]:
-        with self._running(self._forward, args, kwargs, loss_args) as run:
-            results = [run.result(run.program.outputs[name]) for name in self.graph.outputs]
-            loss = run.result(run.program.loss) if run.program.loss is not None else None
-            if update:
-                self._state.update_buffers(run)
-        return self._model.unflatten_outputs(results), loss
+    def _output(self, run: BoundProgram) -> Any:
+        return self._model.unflatten_outputs([run.result(run.program.outputs[name]) for name in self.graph.outputs])
+
+    @cached_property
+    def _forward(self) -> BoundProgram:
+        return self._bind(self._programs.forward())
+
+    @cached_property
+    def _evaluation(self) -> BoundProgram:
+        return self._bind(self._programs.evaluation())
+
+    def _bound(self) -> Iterator[BoundProgram]:
+        """What has been bound so far, and reads parameters."""
+        for name in ("_train", "_forward", "_evaluation"):
+            bound = self.__dict__.get(name)
+            if bound is not None:
+                yield bound
 
     def _running(
-        self, bound: BoundProgram, args: Sequence[Any], kwargs: Mapping[str, Any], loss_args: Sequence[Any]
+        self, bound: BoundProgram, args: Sequence[Any], kwargs: Mapping[str, Any], loss_args: Sequence[Any] | None
     ) -> BoundProgram:
         """Run ``bound``; a context within which its results can be read."""
         self.shards.check_initialised()
@@ -245,14 +264,16 @@ class Parallel:
         bound.run(inputs)
         return bound
 
-    def _inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_args: Sequence[Any]) -> dict[str, Tensor]:
-        """The graph's inputs on this process's device."""
+    def _inputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], loss_args: Sequence[Any] | None
+    ) -> dict[str, Tensor]:
+        """The graph's inputs on this process's device; without those of the loss where ``loss_args`` is None."""
         model, device, batch = self._model, self.transport.device, self.graph.batch
         if self.options.sharded_input:
-            batch = model.batch_of(args, kwargs, loss_args)
+            batch = model.batch_of(args, kwargs, loss_args or ())
         flat = {n: t.detach().to(device) for n, t in model.flatten_call(args, kwargs, loss_args, batch=batch).items()}
         if self.options.sharded_input:
-            for name in self.graph.inputs:
+            for name in flat:
                 dim = self.graph.tensor[name].batch_dim
                 if dim is not None:
                     flat[name] = self.transport.concatenate([flat[name]], dim)
@@ -300,9 +321,8 @@ class Parallel:
             self._stored = self._refresh.stored_parameters()
             self._refresh.clear()
             self._versions = versions
-            self._forward.unbind_state()
-            if self._train is not None:
-                self._train.unbind_state()
+            for bound in self._bound():
+                bound.unbind_state()
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -413,6 +433,5 @@ class Parallel:
 
     def _forget_bound_state(self) -> None:
         self._versions = None
-        for bound in (self._forward, self._train):
-            if bound is not None:
-                bound.unbind_state()
+        for bound in self._bound():
+            bound.unbind_state()

@@ -26,17 +26,22 @@ from searchspace.resolve import EVERYWHERE, Resolution, resolve
 
 def train_program(graph: Graph, plan: Plan, prices: Prices) -> Program:
     """Forward, backward and gradient synchronisation of one step; the loss ends on every rank."""
-    return _Emitter(resolve(graph, plan, results="loss"), prices).train()
+    return _Emitter(resolve(graph, plan), prices).train()
 
 
 def forward_program(graph: Graph, plan: Plan, prices: Prices) -> Program:
-    """Forward only; loss (if the graph has one) and outputs end on every rank."""
-    return _Emitter(resolve(graph, plan, results="all"), prices).forward()
+    """The model's forward: its outputs end on every rank; what only the loss needs is not computed."""
+    return _Emitter(resolve(graph, plan, purpose="outputs"), prices).forward(update=True)
+
+
+def evaluation_program(graph: Graph, plan: Plan, prices: Prices) -> Program:
+    """Forward to the loss (without one: the outputs), which ends on every rank; buffers stay as they are."""
+    return _Emitter(resolve(graph, plan, purpose="evaluation"), prices).forward(update=False)
 
 
 def refresh_program(graph: Graph, plan: Plan, prices: Prices) -> Program:
     """From the optimizer's shards to the stored parameters: what an optimizer step entails."""
-    return _Emitter(resolve(graph, plan, results="loss"), prices).refresh()
+    return _Emitter(resolve(graph, plan), prices).refresh()
 
 
 class _Emitter:
@@ -68,18 +73,20 @@ class _Emitter:
         loss = self._results()[self.graph.loss]
         return self._program({}, loss)
 
-    def forward(self) -> Program:
+    def forward(self, update: bool) -> Program:
         self.forward_pass.prologue()
         for task in global_order(self.plan, self._stages_read(), None):
             self.forward_pass.task(task.stage, task.micro_batch, train=False)
         found = self._results()
+        if not update and self.graph.loss is not None:
+            return self._program({}, found[self.graph.loss], update=False)
         outputs = {name: found[name] for name in self.graph.outputs if name in found}
         for name in self.graph.outputs:
             if name not in outputs and self.graph.tensor[name].kind == "parameter":
                 outputs[name] = self._whole_parameter(name)
             elif name not in outputs:
                 outputs[name] = self.slots.external(name)
-        return self._program(outputs, found.get(self.graph.loss or ""))
+        return self._program(outputs, None, update)
 
     def refresh(self) -> Program:
         for home in self.resolution.parameters.values():

@@ -19,22 +19,26 @@ from searchspace.resolve.resolution import EVERYWHERE, Adapter, ParameterHome, R
 from searchspace.resolve.segments import Segmentation, in_graph_order
 from searchspace.rule import Choice
 
+Purpose = Literal["step", "outputs", "evaluation"]
 
-def resolve(graph: Graph, plan: Plan, *, results: Literal["loss", "all"] = "loss") -> Resolution:
+
+def resolve(graph: Graph, plan: Plan, *, purpose: Purpose = "step") -> Resolution:
     """Spell ``plan`` out for ``graph``.
 
-    ``results`` selects what every rank receives: the loss of a training step, or the loss and all
-    outputs of a forward without gradients.
+    ``purpose`` selects what every rank receives, and what is computed: ``"step"`` is the whole graph by the
+    plan's recipe (in training the loss, with gradients; in inference all outputs); the others are forwards
+    without gradients, and without the operators that they do not need: ``"outputs"`` gives the outputs and
+    updates buffers, ``"evaluation"`` gives the loss (the outputs of a graph without one) and does not.
     Raises IllegalPlanError naming the operator and the rule that the plan contradicts.
     """
-    return _Resolver(graph, plan, results).run()
+    return _Resolver(graph, plan, purpose).run()
 
 
 @dataclass
 class _Resolver:
     graph: Graph
     plan: Plan
-    want: str
+    purpose: Purpose
     choices: dict[tuple[StageIndex, str], tuple[Choice, ...]] = field(default_factory=dict)
     reads: dict[tuple[StageIndex, str], tuple[Version, ...]] = field(default_factory=dict)
     produces: dict[tuple[StageIndex, str], tuple[Version, ...]] = field(default_factory=dict)
@@ -44,7 +48,7 @@ class _Resolver:
     def run(self) -> Resolution:
         graph, plan = self.graph, self.plan
         self.time = time_axis(graph, plan.transformation.micro_batches)
-        trains = plan.recipe.mode == "train" and self.want == "loss"
+        trains = plan.recipe.mode == "train" and self.purpose == "step"
         self.gradients = with_gradient(graph) if trains else frozenset()
         self.stages_of = self._assign()
         for index, stage in enumerate(plan.placement.stages):
@@ -53,7 +57,8 @@ class _Resolver:
         self.deferred = deferred_axes(graph, self.choices, self.gradients)
         for stage_index, name in self.choices:
             self._versions(stage_index, graph.operator[name])
-        parameters = place_parameters(graph, plan, self.reads)
+        parameters = place_parameters(graph, plan, self.reads)  # where they live does not depend on the purpose
+        self._leave_out()
         self._adapt(parameters)
         results = self._results()
         segmentation = Segmentation(graph, plan, self.time, self.reads, self.produces, self.adapters)
@@ -152,6 +157,28 @@ class _Resolver:
         self.reads[stage, op.name] = tuple(reads)
         self.produces[stage, op.name] = tuple(produces)
 
+    def _wanted(self) -> list[str]:
+        """The tensors that every rank receives."""
+        graph = self.graph
+        wanted = [graph.loss] if graph.loss and self.purpose != "outputs" else []
+        if not wanted or (self.purpose == "step" and self.plan.recipe.mode == "inference"):
+            wanted += [name for name in dict.fromkeys(graph.outputs) if name not in wanted]
+        return wanted
+
+    def _leave_out(self) -> None:
+        """Forget the operators that the purpose does not need."""
+        if self.purpose == "step":
+            return
+        needed = set(self._wanted())
+        if self.purpose == "outputs":
+            needed.update(new for _, new in self.graph.buffer_updates)
+        for op in reversed(self.graph.operators):
+            if not needed.isdisjoint(op.outputs):
+                needed.update(op.inputs)
+        for versions in (self.choices, self.reads, self.produces):
+            for key in [key for key in versions if needed.isdisjoint(self.graph.operator[key[1]].outputs)]:
+                del versions[key]
+
     # -- adapters --------------------------------------------------------------------------------
 
     def _adapt(self, parameters: Mapping[str, ParameterHome]) -> None:
@@ -207,11 +234,8 @@ class _Resolver:
 
     def _results(self) -> dict[str, Version]:
         graph = self.graph
-        wanted = [graph.loss] if graph.loss else []
-        if self.want == "all" or self.plan.recipe.mode == "inference":
-            wanted += [name for name in graph.outputs if name not in wanted]
         results = {}
-        for name in wanted:
+        for name in self._wanted():
             if graph.tensor[name].kind == "activation":
                 op = graph.producer[name]
                 stage = self.stages_of[op.name][-1]

@@ -28,7 +28,7 @@ class Segmentation:
     def of_stage(self, stage: StageIndex, results: Mapping[str, Version]) -> tuple[Segment, ...]:
         """The segments of a stage, in forward order."""
         graph = self.graph
-        names = in_graph_order(graph, self.plan.placement.stages[stage].operators)
+        names = [name for where, name in self.reads if where == stage]
         kinds = {name: self._kind(name) for name in names}
         recompute = self.plan.transformation.recompute
         regions = _regions(graph, names, (*recompute, *self.plan.transformation.separate))

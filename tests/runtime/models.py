@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from autoplan.runtime.parallel import Parallel, RuntimeOptions
 from autoplan.runtime.transport import Transport
 from autoplan.search.uniform import named_plan
 from searchspace.conversion import ElementCount
-from searchspace.materialize import forward_program, refresh_program, train_program
+from searchspace.materialize import evaluation_program, forward_program, refresh_program, train_program
 from searchspace.plan import ClusterInfo, Recipe
 
 RECIPE = Recipe()
@@ -100,7 +100,12 @@ def programs(captured: Captured, recipe: Recipe = RECIPE, **degrees: Any) -> Pro
     plan = named_plan(captured.graph, ClusterInfo(name="cpu:1x4", devices=4), recipe, **degrees)
     prices = ElementCount()
     train = train_program(captured.graph, plan, prices) if recipe.mode == "train" else None
-    return Programs(train, forward_program(captured.graph, plan, prices), refresh_program(captured.graph, plan, prices))
+    return Programs(
+        train,
+        partial(forward_program, captured.graph, plan, prices),
+        partial(evaluation_program, captured.graph, plan, prices),
+        refresh_program(captured.graph, plan, prices),
+    )
 
 
 def parallel_gpt(transport: Transport, options: RuntimeOptions = OPTIONS, **degrees: Any) -> Parallel:

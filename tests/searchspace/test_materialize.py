@@ -8,7 +8,7 @@ import pytest
 
 from searchspace.conversion import ElementCount
 from searchspace.errors import IllegalPlanError
-from searchspace.materialize import forward_program, refresh_program, train_program
+from searchspace.materialize import evaluation_program, forward_program, refresh_program, train_program
 from searchspace.plan import Lane, Order, ParameterPlan, Recipe, SiteLayouts
 from searchspace.program import Backward, Exchange, Forward, Free, Program
 from searchspace.program_check import check_program
@@ -46,7 +46,7 @@ def count(program: Program, rank: int = 0) -> Counter[str]:
 def test_programs_fit_together(name: str, tied: bool) -> None:
     graph = gpt(layers=2, tied=tied, dtype="bfloat16" if name == "bf16" else "float32")
     plan = megatron(graph, **PLANS[name])
-    for make in (train_program, forward_program, refresh_program):
+    for make in (train_program, forward_program, evaluation_program, refresh_program):
         check_program(make(graph, plan, PRICES))
 
 
