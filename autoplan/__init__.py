@@ -11,6 +11,8 @@ import autoplan.search as _search  # noqa: F401
 import autoplan.sweep as _sweep  # noqa: F401
 from autoplan.api import parallelize, search, this_cluster
 from autoplan.capture.captured import Captured
+from autoplan.capture.verification import verify_rule
+from autoplan.operators.composite import composite
 from autoplan.runtime.optimizers import register_optimizer
 from autoplan.runtime.parallel import Parallel
 from autoplan.sweep.sweep import sweep
@@ -53,10 +55,12 @@ __all__ = [
     "RankLostError",
     "SearchError",
     "VerificationError",
+    "composite",
     "parallelize",
     "register_optimizer",
     "search",
     "sweep",
     "this_cluster",
     "verify",
+    "verify_rule",
 ]

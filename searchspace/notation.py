@@ -174,8 +174,16 @@ class Notation:
         return True
 
     def output_shapes(self, shapes: Sequence[Shape], **sizes: int) -> tuple[Shape | None, ...]:
-        """Shapes of the outputs, from those of the inputs; None for a non-tensor."""
+        """Shapes of the outputs, from those of the inputs; None for a non-tensor.
+
+        RuleError names identifiers that only outputs have, unless ``sizes`` gives their extents.
+        """
         known = self.extents(shapes, **sizes)
+        named = {
+            a.id for term in self.outputs if term is not None for dim in term.dims for a in dim if isinstance(a, Name)
+        }
+        if unknown := sorted(named - known.keys()):
+            raise RuleError(f"rule {self.text!r}: the sizes of {unknown} do not follow from the inputs; give them")
         leading = tuple(known[name] for i in range(len(known)) if (name := _leading(i)) in known)
         found: list[Shape | None] = []
         for term in self.outputs:

@@ -26,7 +26,7 @@ from searchspace.layout import Shape
 from searchspace.rule import DimUse, Rule
 
 _SMALLEST = 4  # two and three parts, uneven
-_LARGEST = 1 << 16  # elements of a stand-in
+LARGEST = 1 << 16  # elements of a stand-in
 _CANDIDATES = 3000
 
 
@@ -52,20 +52,7 @@ def _stand_in(call: Call) -> Call:
     Equal extents stay equal and divisors stay divisors; integer arguments that equal an extent follow it.  The
     outputs' shapes are not known before the call is run, and left out.
     """
-    shapes = [t.shape for t in call.inputs]
-    if max((prod(shape) for shape in shapes), default=0) <= 512 and all(
-        e == 1 or e >= _SMALLEST for s in shapes for e in s
-    ):
-        small = {e: e for shape in shapes for e in shape}
-    else:
-        small = {}
-        for extent in sorted({e for shape in shapes for e in shape if e > 1}):
-            base = lcm(1, *(new for old, new in small.items() if extent % old == 0))
-            small[extent] = next(
-                m for k in itertools.count(1) if (m := base * k) >= _SMALLEST and m not in small.values()
-            )
-    if any(prod(small.get(e, e) for e in shape) > _LARGEST for shape in shapes):
-        small = {e: e for e in small}
+    small = _shrinking([t.shape for t in call.inputs])
 
     def shrink(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -77,14 +64,39 @@ def _stand_in(call: Call) -> Call:
     return Call(call.target, tuple(map(shrink, call.args)), kwargs, inputs, (), call.context)
 
 
+def small_shapes(inputs: Sequence[TensorMeta]) -> list[Shape]:
+    """Small extents for tensors: equal ones stay equal, and divisors stay divisors."""
+    shapes = [t.shape for t in inputs]
+    small = _shrinking(shapes)
+    return [tuple(small.get(extent, extent) for extent in shape) for shape in shapes]
+
+
+def _shrinking(shapes: Sequence[Shape]) -> dict[int, int]:
+    """A small extent for each extent; itself where all are small, or where small ones do not exist."""
+    if max((prod(shape) for shape in shapes), default=0) <= 512 and all(
+        e == 1 or e >= _SMALLEST for s in shapes for e in s
+    ):
+        small = {e: e for shape in shapes for e in shape}
+    else:
+        small = {}
+        for extent in sorted({e for shape in shapes for e in shape if e > 1}):
+            base = lcm(1, *(new for old, new in small.items() if extent % old == 0))
+            small[extent] = next(
+                m for k in itertools.count(1) if (m := base * k) >= _SMALLEST and m not in small.values()
+            )
+    if any(prod(small.get(e, e) for e in shape) > LARGEST for shape in shapes):
+        small = {e: e for e in small}
+    return small
+
+
 @lru_cache(maxsize=4096)
 def _discover(call: Call) -> Rule | None:
     if torch.Tag.nondeterministic_seeded in overload(call.target).tags:  # type: ignore[attr-defined]
         return None
-    if any(prod(t.shape) > _LARGEST for t in call.inputs) or not call.inputs:
+    if any(prod(t.shape) > LARGEST for t in call.inputs) or not call.inputs:
         return None
     generator = torch.Generator().manual_seed(0)
-    tensors = tuple(_data(t, generator) for t in call.inputs)
+    tensors = tuple(data(t, generator) for t in call.inputs)
     case = Case(call.target, resolve(call.target), call.args, call.kwargs, tensors)
     shapes = [t.shape for t in call.inputs]
     empty = tuple((None,) * len(shape) for shape in shapes)
@@ -167,7 +179,7 @@ def _whole(case: Case) -> list[Tensor]:
     return list(returned) if isinstance(returned, list | tuple) else [returned]
 
 
-def _data(meta: TensorMeta, generator: torch.Generator) -> Tensor:
+def data(meta: TensorMeta, generator: torch.Generator) -> Tensor:
     dtype = getattr(torch, meta.dtype)
     if dtype.is_floating_point or dtype.is_complex:
         wide = torch.complex128 if dtype.is_complex else torch.float64

@@ -23,6 +23,7 @@ from autoplan.capture.signature import CallSignature
 from autoplan.capture.standin import stand_ins
 from autoplan.capture.structure import Structure, flatten, holds_tensors, is_cache
 from autoplan.capture.written import State, written_state
+from autoplan.operators.composite import capturing
 from searchspace.errors import CaptureError
 from searchspace.graph import Context
 
@@ -174,6 +175,7 @@ def _exported(wrapper: _Wrapper, inputs: tuple[torch.Tensor, ...], places: Place
         with (
             guarded_functions(places),
             cumulative_averages(),
+            capturing(),
             torch.enable_grad(),
             redirect_stderr(printed),
         ):

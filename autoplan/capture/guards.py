@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoplan.operators.composite import is_capturing
 from searchspace.errors import AutoplanError, CaptureError
 
 _WRAPPERS = {
@@ -175,6 +176,8 @@ def guarded_functions(places: Places) -> Iterator[None]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not is_capturing():  # inside a composite operator
+            return original.__func__(cls, *args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             run, _, *rest = args
             return run(*rest)
@@ -182,8 +185,8 @@ def guarded_functions(places: Places) -> Iterator[None]:
             return original.__func__(cls, *args, **kwargs)
         raise CaptureError(
             f"custom autograd function {cls.__module__}.{cls.__qualname__} {places.here()}: its backward cannot be "
-            "captured; write it with plain torch operators, or register the function as a composite operator with "
-            "a dimension rule"
+            "captured; write it with plain torch operators, or make what calls it a composite operator with a "
+            "dimension rule (autoplan.composite)"
         )
 
     def register_hook(tensor: torch.Tensor, hook: Any) -> Any:

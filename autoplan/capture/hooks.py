@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autoplan.capture.guards import Places, is_torch_file
+from autoplan.operators.composite import is_capturing
 from searchspace.errors import AutoplanWarning, CaptureError
 
 _TENSOR_HOOKS = {
@@ -180,6 +181,8 @@ def watched_gradients(model: nn.Module, places: Places) -> Iterator[None]:
 
 def _by_user(modules: bool = False) -> bool:
     """Whether code outside torch made the call.  ``modules``: ``nn.Module``'s own methods speak for their caller."""
+    if not is_capturing():  # inside a composite operator
+        return False
     passed = (__file__, nn.modules.module.__file__) if modules else (__file__,)
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename in passed:

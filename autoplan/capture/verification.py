@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autoplan.capture.call import Call, TensorMeta, symbolic
 from autoplan.operators import resolve
+from autoplan.operators.composite import composite_of
 from searchspace.errors import RuleError
 from searchspace.graph import (
     Argument,
@@ -69,7 +70,7 @@ def make_call(
 
 
 def verify_rule(
-    operator: str | Callable[..., Any],
+    operator: str | Callable[..., Any] | torch.nn.Module,
     args: Sequence[Any],
     rule: Rule | None = None,
     parts: Sequence[int] = (2, 3),
@@ -77,14 +78,19 @@ def verify_rule(
     kwargs: Mapping[str, Any] | None = None,
     tolerance: float = 1e-9,
 ) -> tuple[str, ...]:
-    """Check that ``operator`` (a qualified name or a function of tensors) may be split as ``rule`` says.
+    """Check that ``operator`` (a qualified name, a function of tensors, a composite) may be split as ``rule`` says.
 
     ``args`` and ``kwargs`` hold real tensors, float64 for the default ``tolerance`` (of the larger of 1 and the
     largest magnitude); those that require a gradient get theirs compared too.  Integers that follow the shard are
-    given as LocalSize and its kin.  Without ``rule``, the one that autoplan has for the name is checked.
+    given as LocalSize and its kin.  Without ``rule``, the one that autoplan has for the name is checked, or the one
+    that a composite (a function or a module of a class decorated with :func:`autoplan.composite`) has.
     Returns the labels of the choices that could be cut into any of ``parts``.  Raises RuleError saying which
     choice failed where, and by how much.
     """
+    if (found := composite_of(operator)) is not None:
+        composite, module = found
+        bound, key = composite.bind(module, tuple(args), kwargs or {})
+        operator, args, kwargs = composite.target, (bound, key, (0,) * len(composite.offsets)), None
     if isinstance(operator, str) and rule is None:
         from autoplan.capture.rules import describe
 

@@ -29,9 +29,17 @@ def local_operator(function: Function) -> Function:
     return function
 
 
+def register(target: str, function: Callable[..., Any]) -> bool:
+    """Let ``target`` mean ``function`` from now on; whether it meant nothing before."""
+    first = target not in _FUNCTIONS
+    _FUNCTIONS[target] = function
+    resolve.cache_clear()
+    return first
+
+
 def names() -> tuple[str, ...]:
-    """The targets of all local operators."""
-    return tuple(_FUNCTIONS)
+    """The targets of autoplan's own local operators."""
+    return tuple(target for target in _FUNCTIONS if target.startswith("autoplan."))
 
 
 @cache

@@ -10,6 +10,7 @@ from autoplan.capture import discovery
 from autoplan.capture.call import Call, Traits
 from autoplan.capture.rules import (
     attention,
+    composite,
     convolution,
     creation,
     indexing,
@@ -23,6 +24,7 @@ from autoplan.capture.rules import (
 )
 from autoplan.capture.rules.building import opaque, packet
 from autoplan.capture.rules.creation import draws
+from autoplan.operators.composite import NAMESPACE as COMPOSITE
 from searchspace.errors import AutoplanWarning
 
 FamilyRule = Callable[[Call], Traits | None]
@@ -122,6 +124,8 @@ def family_rule(target: str) -> FamilyRule | None:
     """The rule of the family that ``target`` belongs to, or None."""
     if target in _BY_TARGET:
         return _BY_TARGET[target]
+    if target.startswith(COMPOSITE + "."):
+        return composite.composite
     name = packet(target)
     if target.startswith("aten.") and name in _BY_PACKET:
         return _BY_PACKET[name]
