@@ -200,7 +200,8 @@ def outcome(
     for step in range(trial.steps):
         losses.append(model.train_step(*args, loss_args=loss_args, **(kwargs or {})).item())
         if step == 0:
-            gradients = {name: _kept(value) for name, value in model.full_gradients().items() if value is not None}
+            found = model.full_gradients()
+            gradients = {n: _kept(g) for n, g in found.items() if g is not None and g.numel()}
         if trial.clip is not None:
             model.clip_grad_norm_(trial.clip)
         optimizer.step()

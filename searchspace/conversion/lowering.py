@@ -28,6 +28,11 @@ def lower(move: Move, base: Region, source: Key, target: Key, dtype: str) -> dic
     have = _regions(base, move.source_mesh, move.source)
     want = _regions(base, move.target_mesh, move.target)
     if move.axes and move.kind != "local":
+        if 0 in local_shape(base):  # nothing to exchange
+            return {
+                rank: Exchange("local", (rank,), source, target, shape=local_shape(region), dtype=dtype)
+                for rank, region in want.items()
+            }
         return _collective(move, have, want, source, target, dtype)
     send: dict[Rank, list[Entry]] = {rank: [] for rank in (*have, *want)}
     receive: dict[Rank, list[Entry]] = {rank: [] for rank in send}

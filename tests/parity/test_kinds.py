@@ -25,6 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2, "micro_batches": 2},
     "tp": {"tp": 2, "micro_batches": 2},
     "pp": {"pp": 2, "micro_batches": 4},
+    "zero 1": {"dp": 2, "zero": 1},
     "zero 3": {"dp": 2, "zero": 3, "micro_batches": 2},
 }
 
@@ -82,6 +83,20 @@ class Attends(nn.Module):
         return (self.transformer(source, rows) ** 2).mean() + (weights**2).mean()
 
 
+class Empty(nn.Module):
+    """Parameters and buffers without elements, and layers without features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 3), nn.Linear(5, 0), nn.Linear(0, 3)
+        self.d, self.e = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.zeros(0, 5))
+        self.register_buffer("f", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = torch.cat([self.a(x) + self.c(self.b(x)), x @ self.e.t()], 1)
+        return F.cross_entropy(logits, y) + (2 * self.d).sum() + self.f.sum()
+
+
 def sequences() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(8, 6, 8).double(), torch.randn(8, 4, 8).double()
 
@@ -98,11 +113,13 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor,
     "regularised": (Regularised, floats),
     "spectral": (Spectral, floats),
     "bag": (Bag, indices),
+    "empty": (Empty, floats),
     "attends batch first": (lambda: Attends(True), sequences),
     "attends sequence first": (lambda: Attends(False), sequences),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_agree_with_the_single_device(kind: str) -> None:
     torch.manual_seed(0)

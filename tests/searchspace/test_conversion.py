@@ -24,6 +24,7 @@ SHAPES = {
     (9, 5): {},
     (4, 8, 6): {1: (1, 2)},
     (5, 9, 3): {},
+    (0, 6): {1: (1, 2)},
 }
 CASES = list(product(MESHES, SHAPES))
 PRICES = ElementCount(8)
