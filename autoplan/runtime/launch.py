@@ -2,7 +2,7 @@
 
 A :class:`WorkerPool` serves many programs one after the other.  Only loopback addresses are used, the
 port is a free one.  Workers end with the process that made them, however it ends; when one of them dies,
-the others are told who it was, and no call waits longer than the time-out.
+the others are told who it was; no rank waits for another longer than the time-out.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ class WorkerPool:
             silent = [r for r in range(size) if r not in results and r not in failures and r not in dead]
             patience = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not wait([self._workers[r].connection for r in silent], patience):
-                for rank in silent:
-                    dead[rank] = f"rank {rank} stopped answering at step {self._board[rank]}"
+                if not dead:  # else they wait for the dead one, perhaps since the start
+                    dead = {r: f"rank {r} stopped answering at step {self._board[r]}" for r in silent}
                 break
             for rank in silent:
                 connection = self._workers[rank].connection
@@ -193,7 +193,7 @@ class WorkerPool:
                 except (EOFError, ConnectionResetError):
                     dead[rank] = self._cause_of_death(rank)
                     self._publish(dead[rank])
-                    deadline = deadline or time.monotonic() + self.timeout_seconds
+                    deadline = deadline or time.monotonic() + _GRACE_SECONDS
                     continue
                 if kind == "result":
                     results[rank] = payload

@@ -91,6 +91,16 @@ def test_a_rank_dies_in_the_middle_of_a_step(fragile: WorkerPool) -> None:
     assert ended(pids)
 
 
+def test_a_rank_dies_while_it_starts() -> None:
+    """The others wait for it to join, and cannot notice."""
+    with WorkerPool(2, timeout_seconds=600) as pool:
+        pool.start()
+        os.kill(pool.pids[1], signal.SIGKILL)
+        with pytest.raises(RankLostError, match=r"^rank 1 was killed by SIGKILL at step 0$"):
+            pool.run(total, 1)
+        assert pool.run(total, 1) == [3, 3]
+
+
 @pytest.mark.slow
 def test_a_rank_hangs(fragile: WorkerPool) -> None:
     fragile.start()
