@@ -337,7 +337,7 @@ class Parallel:
         if self.options.nonfinite == "skip":
             self.skipped += 1
             return False
-        own = [shard.name for shard, gradient in found if not gradients.all_finite([gradient])]
+        own = list(dict.fromkeys(shard.name for shard, gradient in found if not gradients.all_finite([gradient])))
         where = f"; on this rank in the gradients of {', '.join(own[:3])}" if own else ""
         raise NonFiniteError(f"step {self.step}: the loss is {loss.item()}, or a gradient is NaN or infinite{where}")
 

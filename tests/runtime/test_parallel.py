@@ -223,8 +223,12 @@ def test_nonfinite(captured: Captured, plan: str) -> None:
         parallel = build(captured, RuntimeOptions(nonfinite=choice), **PLANS[plan])  # type: ignore[arg-type]
         parallel.load_state_dict({"ln.bias": torch.full((10,), float("nan"))}, strict=False)
         if choice == "raise":
-            with pytest.raises(NonFiniteError, match="step 1: the loss is nan, or a gradient is NaN or infinite"):
+            with pytest.raises(
+                NonFiniteError, match="step 1: the loss is nan, or a gradient is NaN or infinite"
+            ) as raised:
                 parallel.train_step(**batch)
+            names = str(raised.value).partition("in the gradients of ")[2].split(", ")
+            assert names[0] and len(set(names)) == len(names)  # once each, although several ranks are here
         else:
             assert parallel.train_step(**batch).isnan()
         there = [parameter.grad is not None for parameter in parallel.parameters()]
