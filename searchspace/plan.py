@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from searchspace.errors import AutoplanError, PlanFileError, PlanMismatchError
+from searchspace.errors import AutoplanError, IllegalPlanError, PlanError, PlanFileError, PlanMismatchError
 from searchspace.mesh import Mesh
 from searchspace.schedule import Task, parse_tasks
 
@@ -127,7 +129,7 @@ class Recipe(_Part):
     mode: Mode = "train"
     precision: Precision = "float32"
     optimizer: str = "adamw"
-    global_batch: int | None = None
+    global_batch: int | None = Field(default=None, ge=1)
 
 
 class Prediction(_Part):
@@ -177,11 +179,18 @@ class Plan(_Part):
     search: SearchRecord | None = None
 
     @model_validator(mode="after")
-    def _meshes(self) -> Plan:
-        for stage in self.placement.stages:
-            _ = stage.mesh
-        for lane in self.order.lanes:
-            _ = lane.parsed
+    def _consistent(self) -> Plan:
+        for index, stage in enumerate(self.placement.stages):
+            with _located(f"/placement/stages/{index}"):
+                _ = stage.mesh
+        for index, lane in enumerate(self.order.lanes):
+            with _located(f"/order/lanes/{index}"):
+                _ = lane.parsed
+        if self.placement.stages and self.world_size > self.cluster.devices:
+            raise IllegalPlanError(
+                f"/cluster/devices: the cluster has {self.cluster.devices} devices, but a stage uses device "
+                f"{self.world_size - 1}"
+            )
         return self
 
     @property
@@ -218,11 +227,13 @@ class Plan(_Part):
     def from_json(cls, text: str, source: str = "plan") -> Plan:
         """Parse; PlanFileError (with line and column, or JSON pointer) or PlanMismatchError (version)."""
         try:
-            data = json.loads(text)
+            data = json.loads(text, object_pairs_hook=_without_duplicates)
         except json.JSONDecodeError as error:
             raise PlanFileError(
                 f"{source}: not JSON, or cut short: {error.msg} at line {error.lineno} column {error.colno}"
             ) from None
+        except (ValueError, RecursionError) as error:
+            raise PlanFileError(f"{source}: {error}") from None
         if not isinstance(data, dict):
             raise PlanFileError(f"{source}: expected a JSON object, got {type(data).__name__}")
         version = data.get("schema_version")
@@ -231,7 +242,7 @@ class Plan(_Part):
                 f"{source}: schema version {version} is not supported; this autoplan reads version {SCHEMA_VERSION}"
             )
         try:
-            return cls.model_validate(data)
+            return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
             raise PlanFileError("\n".join(_pointers(source, error))) from None
         except AutoplanError as error:
@@ -259,8 +270,40 @@ def _pointers(source: str, error: ValidationError) -> list[str]:
     ]
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {key!r} is there twice in one object")
+        found[key] = value
+    return found
+
+
+@contextmanager
+def _located(pointer: str) -> Iterator[None]:
+    """Errors about a part of a plan say which part, as a JSON pointer."""
+    try:
+        yield
+    except PlanError as error:
+        raise type(error)(f"{pointer}: {error}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Raise PlanFileError where no file can be written at ``path``: to be told before the work, not after."""
+    folder = path.parent
+    while not folder.exists():
+        folder = folder.parent
+    if path.is_dir():
+        raise PlanFileError(f"{path}: is a folder; give the name of a file")
+    if not folder.is_dir():
+        raise PlanFileError(f"{path}: {folder} is no folder")
+    if not os.access(folder, os.W_OK):
+        raise PlanFileError(f"{path}: no permission to write in {folder}")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` through a temporary file in the same folder."""
+    check_writable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

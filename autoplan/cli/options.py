@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +40,13 @@ def parse_sizes(texts: Sequence[str] | None) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             found[name] = value
     return found
+
+
+def finite(value: float | None) -> float | None:
+    """The value, unless it is infinite or no number."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"expected a finite number, got {value}")
+    return value
 
 
 def parse_bytes(text: str) -> int:

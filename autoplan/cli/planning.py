@@ -11,7 +11,7 @@ from autoplan.cli import options
 from autoplan.model_reference import load_model
 from autoplan.report.console import show as show_tables
 from autoplan.report.progress import Progress
-from searchspace.plan import Mode, Plan, Precision
+from searchspace.plan import Mode, Plan, Precision, check_writable
 from searchspace.summary import tables
 
 
@@ -37,7 +37,13 @@ def plan(
         ),
     ] = None,
     time_limit: Annotated[
-        float | None, typer.Option("--time-limit", min=0, help="Seconds after which the best plan so far is returned.")
+        float | None,
+        typer.Option(
+            "--time-limit",
+            min=0,
+            callback=options.finite,
+            help="Seconds after which the best plan so far is returned.",
+        ),
     ] = None,
     batch: options.Batch = None,
     sequence: options.Sequence_ = None,
@@ -48,6 +54,8 @@ def plan(
     """Search a plan for MODEL on a cluster.  No weight is allocated for models of the zoo."""
     from autoplan import api
 
+    if output is not None:
+        check_writable(output)
     in_zoo = ":" not in model
     example = load_model(
         model,

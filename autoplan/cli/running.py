@@ -25,7 +25,7 @@ PlanOption = Annotated[
 ]
 Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="Processes; default: as many as the plan needs.")]
 Steps = Annotated[int, typer.Option("--steps", min=1)]
-Rate = Annotated[float, typer.Option("--learning-rate", min=0)]
+Rate = Annotated[float, typer.Option("--learning-rate", min=0, callback=options.finite)]
 
 DISAGREE = 1
 
@@ -64,7 +64,10 @@ def verify(
     steps: Steps = 3,
     learning_rate: Rate = 1e-3,
     tolerance: Annotated[
-        float | None, typer.Option("--tolerance", help="Allowed relative difference; default: by dtype.")
+        float | None,
+        typer.Option(
+            "--tolerance", min=0, callback=options.finite, help="Allowed relative difference; default: by dtype."
+        ),
     ] = None,
     processes: Annotated[bool, typer.Option("--processes", help="One process per rank.")] = False,
     count: Annotated[int, typer.Option("--show", min=1, help="How many of the largest differences to print.")] = 3,

@@ -9,9 +9,10 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from autoplan.zoo import bert, gpt, llama, mlp, resnet, vit
 from autoplan.zoo.preset import Example, Inputs, Preset
@@ -104,6 +105,12 @@ def _resized(name: str, config: Preset, sizes: Mapping[str, Any]) -> Preset:
     if "sequence" in changes and config.sequence is None:
         raise ModelError(f"{name} takes no sequence; leave out sequence={changes['sequence']}")
     for field, value in changes.items():
+        if (kind := get_type_hints(type(config)).get(field)) is not None:
+            try:
+                TypeAdapter(kind).validate_python(value, strict=True)
+            except ValidationError:
+                what = getattr(kind, "__name__", kind) if isinstance(kind, type) else kind
+                raise ModelError(f"{name}: expected {field} of type {what}, got {value!r}") from None
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             raise ModelError(f"{name}: expected {field} >= 1, got {value}")
     try:

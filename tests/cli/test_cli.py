@@ -96,6 +96,36 @@ def test_bad_sizes_are_refused(api: types.ModuleType, text: str, message: str) -
     assert result.exit_code == 2 and message in " ".join(result.stderr.split()).replace("│ ", "")
 
 
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (command, option)
+        for command, options in {
+            "plan": ["--global-batch=0", "--global-batch=x", "--time-limit=nan", "--time-limit=-1", "--precision=int3",
+                     "--memory-limit=-3", "--memory-limit=0", "--memory-limit=nan GiB", "--memory-limit=1 parsec",
+                     "--mode=sleep", "--set=layers=abc", "--set=layers=True", "--set=layers=2.5", "--set=layers=0",
+                     "--set=layers=None2", "--set=tied=3", "--set=nothing=3", "--set=3", "--dtype=int8", "--batch=-1",
+                     "--sequence=0", "--seed=x"],
+            "run": ["--steps=0", "--learning-rate=nan", "--learning-rate=-1", "--ranks=0", "--set=width=abc"],
+            "verify": ["--tolerance=nan", "--tolerance=-1", "--tolerance=inf", "--show=0", "--set=width=[1]"],
+        }.items()
+        for option in options
+    ],
+)  # fmt: skip
+def test_bad_values_are_refused_before_anything_runs(api: types.ModuleType, command: str, options: str) -> None:
+    cluster = ["--cluster", "cpu:1x2"] if command == "plan" else []
+    result = invoke(command, "gpt-tiny", *cluster, options)
+    assert result.exit_code == 2 and not api.calls, result.output
+    assert isinstance(result.exception, SystemExit) and "rror" in result.output
+    name = options.removeprefix("--").removeprefix("set=").partition("=")[0]
+    assert name in result.output  # says what is wrong
+
+
+def test_where_no_plan_can_be_written_is_said_before_the_search(api: types.ModuleType, tmp_path: Path) -> None:
+    result = invoke("plan", "gpt-tiny", "--cluster", "cpu:1x2", "-o", tmp_path)
+    assert result.exit_code == 2 and "is a folder; give the name of a file" in result.output and not api.calls
+
+
 def test_debug_shows_the_traceback(api: types.ModuleType) -> None:
     result = invoke("--debug", "plan", "gpt9", "--cluster", "h100")
     assert isinstance(result.exception, AutoplanError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -49,9 +50,22 @@ def test_parts_recombine_and_predictions_do_not_survive_that() -> None:
         (lambda t: "[]", "expected a JSON object, got list"),
         (lambda t: "{}", "/model: Field required"),
         (lambda t: t.replace('"micro_batches": 2', '"micro_batches": "two"'), "/transformation/micro_batches: "),
+        (lambda t: t.replace('"micro_batches": 2', '"micro_batches": "2"'), "/transformation/micro_batches: .*integer"),
+        (
+            lambda t: t.replace('"micro_batches": 2', '"micro_batches": true'),
+            "/transformation/micro_batches: .*integer",
+        ),
+        (lambda t: t.replace('"schema_version": 1', '"schema_version": true'), "/schema_version: .*integer"),
+        (lambda t: t.replace('"recipe": {', '"recipe": {}, "recipe": {'), "the key 'recipe' is there twice"),
+        (lambda t: t.replace('"global_batch": null', '"global_batch": 0'), "/recipe/global_batch: "),
+        (
+            lambda t: re.sub(r'"devices": \d+\n', '"devices": 7\n', t, count=1),
+            "/cluster/devices: .* has 7 devices, .* 7",
+        ),
+        (lambda t: "[" * 100_000, "recursion"),
         (lambda t: t.replace('"recipe": {', '"colour": 1, "recipe": {'), "/colour: Extra inputs are not permitted"),
-        (lambda t: t.replace("0F0", "0G0"), "expected a task like 0F3"),
-        (lambda t: t.replace('"dp": 2,', '"dp": 3,', 1), r"mesh axes .* need 6 devices, got 4"),
+        (lambda t: t.replace("0F0", "0G0"), "/order/lanes/0: .*expected a task like 0F3"),
+        (lambda t: t.replace('"dp": 2,', '"dp": 3,', 1), r"/placement/stages/0: .*mesh axes .* need 6 devices, got 4"),
     ],
 )
 def test_broken_files_say_where(edit, message: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -71,6 +85,14 @@ def test_another_schema_version_is_refused_with_both_versions() -> None:
 def test_a_missing_file_is_an_error_of_ours(tmp_path: Path) -> None:
     with pytest.raises(PlanFileError, match="cannot read the plan"):
         Plan.load(tmp_path / "nothing.json")
+
+
+def test_where_no_file_can_be_is_said_before(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    for path, message in [(tmp_path, "is a folder"), (tmp_path / "file" / "plan.json", "is no folder")]:
+        with pytest.raises(PlanFileError, match=message):
+            PLAN.save(path)
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
