@@ -21,7 +21,7 @@ demo: $(STAMP) ## search a plan for a small GPT, train it on 4 CPU ranks, compar
 	$(BIN)/python -m autoplan.demo
 
 test: $(STAMP) ## the default test suite
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 2 $(PYTEST_ARGS)
 
 test-slow: $(STAMP) ## the long tests: whole grids of models and plans, killed processes
 	$(BIN)/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
