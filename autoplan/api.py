@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from autoplan.capture import Captured, capture
+from autoplan.runtime.agreement import differing, digest
 from autoplan.runtime.bound import Programs
 from autoplan.runtime.codegen import SegmentOptions
 from autoplan.runtime.in_process import InProcess
 from autoplan.runtime.launch import join, under_torchrun
+from autoplan.runtime.lost import communicating
 from autoplan.runtime.parallel import Nonfinite, Parallel, RuntimeOptions
 from autoplan.runtime.transport import Transport
 from costmodel.cluster import Cluster, detect
@@ -131,12 +133,14 @@ def parallelize(
     transport: Transport | None = join(timeout_seconds) if _distributed() else None
     kind = None if transport is None else transport.device.type
     captured = _captured(model, args, kwargs, mode, precision, loss_fn, loss_args, batch_dims, kind)
+    segments = SegmentOptions("inductor" if compile else None, None if dump is None else Path(dump))
+    options = RuntimeOptions(sharded_input, nonfinite, seed, segments)
+    if transport is not None:
+        _check_ranks(transport, captured.graph, found, options)
     if found is None:
         make = partial(search, captured, cluster=cluster, optimizer=optimizer, memory_limit=memory_limit, seed=seed)
         found = make() if transport is None else _from_rank_0(make)
     check_plan(captured.graph, found, None if transport is None else transport.world)
-    segments = SegmentOptions("inductor" if compile else None, None if dump is None else Path(dump))
-    options = RuntimeOptions(sharded_input, nonfinite, seed, segments)
     programs = make_programs(captured.graph, found)
     parallel = Parallel(captured, programs, transport or InProcess(found.world_size, _device(captured)), options)
     parallel.information["plan"] = found.to_json()
@@ -214,6 +218,20 @@ def _distributed() -> bool:
     return under_torchrun() or (torch.distributed.is_available() and torch.distributed.is_initialized())
 
 
+def _check_ranks(transport: Transport, graph: Graph, plan: Plan | None, options: RuntimeOptions) -> None:
+    """PlanMismatchError on all ranks unless they have the same model, plan and options."""
+    texts = {
+        "the model (operators, shapes or dtypes)": graph.fingerprint,
+        "plan=": "" if plan is None else plan.replace(prediction=None, search=None).to_json(),
+        "sharded_input=": str(options.sharded_input),
+        "nonfinite=": options.nonfinite,
+        "seed=": str(options.seed),
+    }
+    names = differing(transport, {name: digest(text) for name, text in texts.items()})
+    if names:
+        raise PlanMismatchError(f"the ranks were given different things, this must be the same: {', '.join(names)}")
+
+
 def _from_rank_0(make: Callable[[], Plan]) -> Plan:
     """The plan that rank 0 makes, on every rank; its failure is everybody's."""
     box: list[Any] = [None]
@@ -222,7 +240,8 @@ def _from_rank_0(make: Callable[[], Plan]) -> Plan:
             box = [make()]
         except Exception as error:
             box = [error]
-    torch.distributed.broadcast_object_list(box)
+    with communicating(torch.distributed.get_rank(), "receiving rank 0's plan"):
+        torch.distributed.broadcast_object_list(box)
     if isinstance(box[0], Exception):
         raise box[0]
     return box[0]

@@ -56,7 +56,10 @@ def join(timeout_seconds: float = 600.0, device: torch.device | None = None) -> 
             raise ExecutionError("no ranks to join: start the script with torchrun, or use WorkerPool")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        with lost.communicating(int(os.environ["RANK"]), "joining the other ranks"):
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    if _joined is None:
+        lost.announce_own_end(dist.distributed_c10d._get_default_store(), dist.get_rank())
     _joined = ProcessGroups(device, timeout)
     return _joined
 

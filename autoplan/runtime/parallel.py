@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from autoplan.operators.randomness import set_step
-from autoplan.runtime import gradients, progress
+from autoplan.runtime import agreement, gradients, progress
+from autoplan.runtime.agreement import Agreed
 from autoplan.runtime.bound import BoundProgram, Programs
 from autoplan.runtime.codegen import SegmentCompiler, SegmentOptions
 from autoplan.runtime.optimizers import OptimizerCheck
@@ -94,6 +95,7 @@ class Parallel:
 
     Every method but the properties and ``parameters`` is collective: all ranks call it, in the same order.
     The user's module is read, not changed: parameters and buffers are copied, each rank only its part.
+    Where the ranks' modules have different values (nobody set the seed), rank 0's count.
     """
 
     def __init__(
@@ -116,21 +118,19 @@ class Parallel:
         self._bind = partial(
             BoundProgram, transport=transport, compiler=SegmentCompiler(transport.device, options.segments)
         )
-        self.shards = Shards(model.graph, reference, transport, self._initial)
+        values = {tensor.name: model.model.get_parameter(tensor.source) for tensor in model.graph.parameters}
+        self.shards = Shards(model.graph, reference, transport, Agreed(transport, values))
         self._state = State(model, self.shards, transport)
         self._refresh = self._bind(programs.refresh)
         self._train = self._bind(programs.train) if programs.train is not None else None
         self._programs = programs
         self._stored: dict[Any, Tensor] = {}
+        self._compared: set[BoundProgram] = set()
         self._versions: list[int] | None = None
         self._check_optimizer = OptimizerCheck(self.shards, transport)
         self._notice_steps()
         self._training = model.training
         self._differences: dict[bool, str] = {model.training: ""}
-
-    def _initial(self, name: str) -> Tensor | None:
-        value = self._model.model.get_parameter(name)
-        return None if value.is_meta else value
 
     # -- what the user steps on ------------------------------------------------------------------
 
@@ -257,6 +257,9 @@ class Parallel:
         self.shards.check_initialised()
         self._state.check_initialised()
         inputs = self._inputs(args, kwargs, loss_args)
+        if bound not in self._compared:
+            self._compare(inputs)
+            self._compared.add(bound)
         self.refresh()
         progress.report(self.step)
         set_step(self.options.seed, self.step)
@@ -282,6 +285,16 @@ class Parallel:
                             f"the ranks' parts make a batch of {flat[name].shape[dim]}, the plan has {self.graph.batch}"
                         )
         return flat
+
+    def _compare(self, inputs: Mapping[str, Tensor]) -> None:
+        """Every rank must work on the same batch; looked at in the first call of each kind only."""
+        names = agreement.differing(self.transport, {n: agreement.checksum(t) for n, t in inputs.items()})
+        if names:
+            sources = ", ".join(self.graph.tensor[name].source for name in names)
+            raise ExecutionError(
+                f"{sources}: not the same on all ranks; every rank passes the whole global batch, or, with "
+                "sharded_input=True, its own part of it"
+            )
 
     # -- parameters between steps ----------------------------------------------------------------
 

@@ -44,13 +44,11 @@ class ParameterShard:
 class Shards:
     """All shards of this process's ranks.
 
-    ``initial`` gives a parameter's whole value by its qualified name, or None if it is not known yet (a
-    model on ``meta``); each is sliced at once, so that no second whole copy lives.
+    ``initial`` gives a parameter's whole value by its graph tensor, on ``meta`` if it is not known yet; each is
+    sliced at once, so that no second whole copy lives.
     """
 
-    def __init__(
-        self, graph: Graph, program: Program, transport: Transport, initial: Callable[[str], Tensor | None]
-    ) -> None:
+    def __init__(self, graph: Graph, program: Program, transport: Transport, initial: Mapping[str, Tensor]) -> None:
         self.graph = graph
         self.transport = transport
         self.bindings: Mapping[str, ParameterBinding] = {b.tensor: b for b in program.parameters}
@@ -59,10 +57,10 @@ class Shards:
         self.uninitialised: dict[str, None] = {}
         for tensor in graph.parameters:
             if tensor.name in self.bindings:
-                self._place(tensor.name, initial(tensor.source))
+                self._place(tensor.name, initial[tensor.name])
         self._empty = nn.Parameter(torch.empty(0, device=transport.device))
 
-    def _place(self, name: str, value: Tensor | None) -> None:
+    def _place(self, name: str, value: Tensor) -> None:
         tensor, owners = self.graph.tensor[name], self.owners(name)
         slot = self.slots[self.bindings[name].optimizer]
         dtype = torch_dtype(slot.dtype)
@@ -71,13 +69,13 @@ class Shards:
                 continue
             region = region_of(whole(tensor.shape), slot.layout, slot.mesh, rank)
             data = torch.empty(local_shape(region), dtype=dtype, device=self.transport.device)
-            if value is not None:
+            if not value.is_meta:
                 data.copy_(slice_of(value.detach(), region))
             held[name] = ParameterShard(
                 name, tensor.source, tensor.aliases, tensor.shape, rank, region, owners[region] == rank,
                 nn.Parameter(data, requires_grad=tensor.requires_grad),
             )  # fmt: skip
-        if value is None:
+        if value.is_meta:
             self.uninitialised[name] = None
 
     def owners(self, name: str) -> dict[Region, Rank]:

@@ -56,9 +56,12 @@ class ProcessGroups:
         self._on_cuda = device.type == "cuda"
         # Small decisions (a version changed, a gradient is infinite) are taken on the host.
         self._timeout = timeout
-        self._control = dist.new_group(backend="gloo", timeout=timeout) if self._on_cuda else None
-        if self._on_cuda:  # NCCL wants all ranks in a communicator's first use, which may be a send otherwise
-            dist.all_reduce(torch.zeros(1, device=device))
+        self._control: dist.ProcessGroup | None = None
+        if self._on_cuda:
+            with communicating(self.rank, "forming the group of all ranks"):
+                self._control = dist.new_group(backend="gloo", timeout=timeout)
+                # NCCL wants all ranks in a communicator's first use, which may be a send otherwise
+                dist.all_reduce(torch.zeros(1, device=device))
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -154,7 +157,8 @@ class ProcessGroups:
         if members == tuple(range(self._world)):
             return dist.group.WORLD
         if members not in self._groups:
-            self._groups[members] = dist.new_group(list(members), timeout=self._timeout)
+            with communicating(self.rank, f"forming the group of ranks {list(members)}"):
+                self._groups[members] = dist.new_group(list(members), timeout=self._timeout)
         return self._groups[members]
 
     # -- exchanges -------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from autoplan.runtime.agreement import Agreed
 from autoplan.runtime.parameters import ParameterShard, Shards
 from autoplan.runtime.transport import Transport
 from searchspace.errors import CheckpointError, ExecutionError
@@ -33,8 +34,9 @@ class State:
         self.transport = transport
         self.graph = model.graph
         device = transport.device
-        self.buffers = {t.name: _copy(model.model.get_buffer(t.source), device) for t in self.graph.of_kind("buffer")}
-        self.constants = {name: _copy(value, device) for name, value in model.constants.items()}
+        buffers = {t.name: model.model.get_buffer(t.source) for t in self.graph.of_kind("buffer")}
+        self.buffers = {name: _copy(value, device) for name, value in Agreed(transport, buffers).items()}
+        self.constants = {name: _copy(value, device) for name, value in Agreed(transport, model.constants).items()}
         by_name = {
             name: t.name
             for t in self.graph.of_kind("parameter", "buffer")
@@ -43,11 +45,9 @@ class State:
         }
         own = model.model.state_dict(keep_vars=True)
         self.names: dict[str, str | None] = {key: by_name.get(key) for key in own}
-        self.others = {
-            key: _copy(value, torch.device("cpu")) if isinstance(value, Tensor) else value
-            for key, value in own.items()
-            if self.names[key] is None
-        }
+        self.others = {key: value for key, value in own.items() if self.names[key] is None}
+        unused = {key: value for key, value in self.others.items() if isinstance(value, Tensor)}
+        self.others |= {key: _copy(value, torch.device("cpu")) for key, value in Agreed(transport, unused).items()}
         self._by_name = {name: t.name for t in self.graph.of_kind("buffer") for name in (t.source, *t.aliases)}
 
     def update_buffers(self, run: BoundProgram) -> None:

@@ -26,6 +26,8 @@ def slabs(places: Sequence[Slices], shape: Shape) -> bool:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as a flat byte tensor."""
+    if not tensor.numel():  # counts as contiguous whatever its strides, which a view may object to
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -193,6 +193,39 @@ def test_torchrun(tmp_path: Path) -> None:
     assert losses == pytest.approx([model(**batch)["loss"].item()] * 2, abs=1e-12)
 
 
+ENDS = """
+    import sys
+    import torch
+    from autoplan.runtime.launch import join
+    from searchspace.errors import RankLostError
+
+    transport = join(timeout_seconds=60)
+    if transport.rank == 1:
+        {last}
+    try:
+        transport.reduce([torch.ones(1)], "sum")
+    except RankLostError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "why"),
+    [
+        ("raise ValueError('no more data')", "rank 1 ended with ValueError: no more data"),
+        ("sys.exit(0)", "rank 1 came to the end of its script, or left it by sys.exit"),
+    ],
+)
+def test_under_torchrun_others_learn_why_a_rank_ended(tmp_path: Path, last: str, why: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    text = textwrap.dedent(ENDS).format(last=last)
+    done = subprocess.run(
+        [*command, script(tmp_path, text)], env=environment, capture_output=True, text=True, timeout=90
+    )
+    assert f"a sum over all ranks failed; {why}\n" in done.stdout
+
+
 def test_no_orphans(tmp_path: Path) -> None:
     """Workers end when the process that started them is killed."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -431,7 +431,8 @@ class Elsewhere(InProcess):
 def test_a_rank_without_parameters_can_have_an_optimizer(captured: Captured) -> None:
     program = programs(captured, **PLANS["tp"]).train
     assert program is not None
-    shards = Shards(captured.graph, program, Elsewhere(4), lambda name: captured.model.get_parameter(name))
+    values = {tensor.name: captured.model.get_parameter(tensor.source) for tensor in captured.graph.parameters}
+    shards = Shards(captured.graph, program, Elsewhere(4), values)
     ((name, parameter),) = shards.named_parameters()
     assert name == "autoplan.no_parameters" and parameter.numel() == 0
     torch.optim.AdamW([parameter], lr=1e-2).step()
